@@ -1,0 +1,104 @@
+// The configuration of a run: one struct a section, made from configs/config_keys.h.
+#ifndef CONFIGS_CONFIG_H
+#define CONFIGS_CONFIG_H
+
+#include <math.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#include "base/error.h"
+#include "configs/config_keys.h"
+
+#define CONFIG_UNSET INT64_MIN
+
+struct config_texts {
+    char **items;
+    size_t count;
+};
+struct config_ints {
+    int64_t *items;
+    size_t count;
+};
+struct config_reals {
+    double *items;
+    size_t count;
+};
+
+// Values of CHOICE keys, in the order of the table's "a|b|c".
+enum { DEVICE_AUTO, DEVICE_CUDA, DEVICE_CPU };
+enum { COMPUTE_BF16, COMPUTE_FP32 };
+enum { BAD_SAMPLE_FAIL, BAD_SAMPLE_SKIP };
+enum { NOISE_NORMAL, NOISE_UNIFORM };
+enum { DRAFTER_DFLASH, DRAFTER_EAGLE3 };
+enum { STYLE_QWEN3, STYLE_LLAMA };
+enum { ROPE_SCALING_NONE, ROPE_SCALING_LINEAR, ROPE_SCALING_YARN };
+enum { WINDOW_FROM_QUERY, WINDOW_FROM_ANCHOR };
+enum { HEAD_FROZEN, HEAD_TRAINABLE };
+enum { ANCHORS_PER_ROW, ANCHORS_PER_DOCUMENT };
+enum { TAIL_MASK, TAIL_WHOLE };
+enum { SLOT_WEIGHT_EXP, SLOT_WEIGHT_DPACE, SLOT_WEIGHT_UNIFORM };
+enum { SLOT_MASK_PREFIX, SLOT_MASK_EACH };
+enum { NORMALIZE_WEIGHTED, NORMALIZE_COUNT };
+enum { MASK_INDEX_SERVED, MASK_INDEX_LABEL, MASK_INDEX_INPUT, MASK_INDEX_FEATURE };
+enum { OUT_OF_VOCAB_MASKED, OUT_OF_VOCAB_KEPT };
+enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD, SCHEDULE_CONSTANT };
+enum { RECOMPUTE_AUTO, RECOMPUTE_NONE, RECOMPUTE_CHEAP, RECOMPUTE_LAYER };
+enum { LOGITS_FP32, LOGITS_BF16 };
+
+#define CONFIG_FIELD_TEXT(name, def, resume, help) char *name;
+#define CONFIG_FIELD_INT(name, def, min, max, resume, help) int64_t name;
+#define CONFIG_FIELD_REAL(name, def, min, max, resume, help) double name;
+#define CONFIG_FIELD_FLAG(name, def, resume, help) bool name;
+#define CONFIG_FIELD_CHOICE(name, def, choices, resume, help) int name;
+#define CONFIG_FIELD_TEXTS(name, resume, help) struct config_texts name;
+#define CONFIG_FIELD_INTS(name, min, max, resume, help) struct config_ints name;
+#define CONFIG_FIELD_REALS(name, def, min, max, resume, help) struct config_reals name;
+#define CONFIG_STRUCT(section, LIST, help)                                                         \
+    struct section##_config {                                                                      \
+        LIST(CONFIG_FIELD_TEXT, CONFIG_FIELD_INT, CONFIG_FIELD_REAL, CONFIG_FIELD_FLAG,            \
+             CONFIG_FIELD_CHOICE, CONFIG_FIELD_TEXTS, CONFIG_FIELD_INTS, CONFIG_FIELD_REALS)       \
+    };
+CONFIG_SECTIONS(CONFIG_STRUCT)
+#undef CONFIG_STRUCT
+
+#define CONFIG_MEMBER(section, LIST, help) struct section##_config section;
+struct config {
+    CONFIG_SECTIONS(CONFIG_MEMBER)
+    char *file;   // path of the YAML file; NULL: none
+    char *folder; // folder that relative paths are relative to
+};
+#undef CONFIG_MEMBER
+
+// Defaults; free with config_release.
+void config_init(struct config *config);
+void config_release(struct config *config);
+
+// Reads a YAML file over the defaults, then each "key=value" of `sets` (a key may come without its
+// section where that is unique; lists as [a, b] or a,b). Then checks what single keys can not say
+// (config_validate). Paths are made relative to the file's folder; globs of data.train and data.val
+// are expanded and sorted. On faults: -1 and one line a fault: "FILE:LINE: section.key: what; did
+// you mean ...?".
+int config_load(struct config *config, const char *file, const char *const *sets, size_t set_count,
+                struct error *err);
+// Rules between keys. Called by config_load.
+int config_validate(const struct config *config, struct error *err);
+
+// Writes every key with its value as YAML that config_load reads back to the same values.
+void config_write_yaml(const struct config *config, FILE *out);
+// The same as one JSON object {"section": {"key": value}} in memory the caller frees.
+char *config_to_json(const struct config *config);
+// Every key that must be the same on resume and is not: one line each in err, and -1.
+int config_compare_for_resume(const struct config *before, const struct config *now,
+                              struct error *err);
+
+// Text of a CHOICE key's value, e.g. config_choice_name("loss", "slot_weight", SLOT_WEIGHT_EXP).
+const char *config_choice_name(const char *section, const char *key, int value);
+
+// `dtrain config`: every key with type, default, range, meaning and whether it may change on resume.
+void config_describe(FILE *out);
+// docs/config.md.
+void config_write_markdown(FILE *out);
+
+#endif
