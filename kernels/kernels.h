@@ -1,0 +1,50 @@
+// The table of ops. Each op is named once, in KERNEL_LIST; from it come the struct, the two tables,
+// the check that no entry is missing, the check that every op has a test case, and the benchmark list.
+#ifndef KERNELS_KERNELS_H
+#define KERNELS_KERNELS_H
+
+#include "kernels/attention.h"
+#include "kernels/backend.h"
+#include "kernels/gemm.h"
+#include "kernels/norm_rope.h"
+#include "kernels/optimizer.h"
+#include "kernels/rms_norm.h"
+#include "kernels/rows.h"
+#include "kernels/softmax_loss.h"
+#include "kernels/swiglu.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define KERNEL_LIST(X)                                                                             \
+    X(gemm)                                                                                        \
+    X(rms_norm_forward)                                                                            \
+    X(rms_norm_backward)                                                                           \
+    X(norm_rope_forward)                                                                           \
+    X(norm_rope_backward)                                                                          \
+    X(swiglu_forward)                                                                              \
+    X(swiglu_backward)                                                                             \
+    X(gather_rows)                                                                                 \
+    X(scatter_rows)                                                                                \
+    X(context_load)                                                                                \
+    X(attention_forward)                                                                           \
+    X(attention_backward)                                                                          \
+    X(softmax_loss)                                                                                \
+    X(adamw)                                                                                       \
+    X(sum_squares)                                                                                 \
+    X(convert)
+
+struct kernels {
+#define KERNEL_MEMBER(op) op##_fn *op;
+    KERNEL_LIST(KERNEL_MEMBER)
+#undef KERNEL_MEMBER
+};
+
+extern const struct kernels kernels_cpu;
+extern const struct kernels kernels_cuda; // only where CUDA is built in
+
+#ifdef __cplusplus
+}
+#endif
+#endif

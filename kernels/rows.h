@@ -1,0 +1,64 @@
+// Moving rows: embedding look-up, picking hidden states by position, putting gradients back, and
+// picking planes of features.
+#ifndef KERNELS_ROWS_H
+#define KERNELS_ROWS_H
+
+#include <stdbool.h>
+
+#include "kernels/backend.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// out[i, :] = scale * in[index[i], :]
+struct gather_rows {
+    int64_t rows, width;
+    const void *in; // [in_rows, width], rows in_stride elements apart
+    int64_t in_rows, in_stride;
+    enum dtype in_type, out_type;
+    const int32_t *index; // [rows], each in [0, in_rows)
+    float scale;
+    void *out; // [rows, width], packed
+};
+
+// out[index[i], :] = scale[i] * in[i, :]; every other row of out becomes 0. No index comes twice.
+struct scatter_rows {
+    int64_t rows, width;
+    const void *in; // [rows, width], packed
+    enum dtype in_type, out_type;
+    const int32_t *index; // [rows], each in [0, out_rows)
+    const float *scale;   // [rows]; NULL: 1. A scale of 0 writes zeros even where in is not finite
+    void *out;            // [out_rows, width], packed
+    int64_t out_rows;
+};
+
+enum noise_kind { NOISE_KIND_NONE, NOISE_KIND_NORMAL, NOISE_KIND_UNIFORM };
+
+// Context features of a row: out[t, l, :] = in[t, plane[l], :] + noise. The noise of (document,
+// position, plane slot l, element h) is a pure function of its key: base/rng.h with counter
+// ((position * layers) + l) * hidden + h, rng_normal times std or (2 rng_uniform - 1) times std.
+struct context_load {
+    int64_t tokens, planes, layers, hidden; // T, P, L, H
+    const uint16_t *in;                     // bf16 [T, P, H]
+    const int32_t *plane;                   // [L], host memory
+    enum dtype type;                        // of out
+    void *out;                              // [T, L * H]
+    enum noise_kind noise;
+    float noise_std;
+    const uint32_t *noise_key; // [T, 2] key of each token's document; unread without noise
+    const int32_t *positions;  // [T] position in the document
+    const uint8_t *blank;      // [T]; 1: the token's features become 0 (bad document). NULL: none
+};
+
+typedef void gather_rows_fn(struct stream *stream, const struct gather_rows *op);
+typedef void scatter_rows_fn(struct stream *stream, const struct scatter_rows *op);
+typedef void context_load_fn(struct stream *stream, const struct context_load *op);
+gather_rows_fn gather_rows_cpu, gather_rows_cuda;
+scatter_rows_fn scatter_rows_cpu, scatter_rows_cuda;
+context_load_fn context_load_cpu, context_load_cuda;
+
+#ifdef __cplusplus
+}
+#endif
+#endif

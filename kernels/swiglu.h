@@ -1,0 +1,28 @@
+// y = silu(gate) * up, silu(g) = g / (1 + exp(-g)); gate and up come side by side from one GEMM.
+#ifndef KERNELS_SWIGLU_H
+#define KERNELS_SWIGLU_H
+
+#include "kernels/backend.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct swiglu {
+    int64_t rows, width;
+    enum dtype type;
+    const void *gate_up; // [rows, 2 * width]: gate, then up
+    void *y;             // [rows, width] forward
+    const void *dy;      // [rows, width] backward
+    void *dgate_up;      // [rows, 2 * width] backward; may be gate_up
+};
+
+typedef void swiglu_forward_fn(struct stream *stream, const struct swiglu *op);
+typedef void swiglu_backward_fn(struct stream *stream, const struct swiglu *op);
+swiglu_forward_fn swiglu_forward_cpu, swiglu_forward_cuda;
+swiglu_backward_fn swiglu_backward_cpu, swiglu_backward_cuda;
+
+#ifdef __cplusplus
+}
+#endif
+#endif
