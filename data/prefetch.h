@@ -1,0 +1,40 @@
+// Reads packed rows ahead of the step with a few threads, in order.
+#ifndef DATA_PREFETCH_H
+#define DATA_PREFETCH_H
+
+#include "data/packing.h"
+#include "data/row.h"
+#include "data/source.h"
+
+struct prefetch;
+
+struct prefetch_options {
+    int64_t depth; // rows ahead
+    int threads;
+    int on_bad_sample;
+    int64_t seq_len;
+    void *(*host_alloc)(size_t); // NULL: malloc
+    void (*host_free)(void *);
+};
+
+// Names the rows that will be asked for: fills `packing` for an epoch. Called from reader threads in
+// order of epochs, once an epoch; epoch_count epochs in all.
+typedef void prefetch_epoch_fn(void *context, uint64_t epoch, struct packing *packing);
+
+// Starts reading at row `first_row` of epoch `first_epoch` and goes on over epoch_count epochs.
+int prefetch_open(struct prefetch **prefetch, struct source *source,
+                  const struct prefetch_options *options, prefetch_epoch_fn *epoch_packing,
+                  void *context, uint64_t first_epoch, int64_t first_row, uint64_t epoch_count,
+                  struct error *err);
+void prefetch_close(struct prefetch *prefetch);
+
+// Next row: 1 and *row (borrowed until prefetch_return), 0 at the end of all epochs, -1 on a bad
+// sample with `fail` or an unreadable file (err). *wait_seconds: how long the caller was kept waiting.
+// Waits are bounded: a reader that makes no progress for 600 seconds is an error naming the file.
+int prefetch_next(struct prefetch *prefetch, struct row **row, double *wait_seconds,
+                  struct error *err);
+void prefetch_return(struct prefetch *prefetch, struct row *row);
+// Documents left out by `skip` so far; their words were logged when they were met.
+int64_t prefetch_skipped(const struct prefetch *prefetch);
+
+#endif

@@ -1,0 +1,30 @@
+// Where a document's features come from: one interface, so that plain shards and a spool are two
+// sources behind it.
+#ifndef DATA_SOURCE_H
+#define DATA_SOURCE_H
+
+#include "data/documents.h"
+
+struct source;
+
+struct source_ops {
+    const char *name;
+    // Ids, mask and features of a document (its first `length` tokens). Called from several threads.
+    int (*read)(struct source *source, const struct document *document, int32_t *ids, uint8_t *mask,
+                bf16 *hidden, struct error *err);
+    void (*close)(struct source *source);
+};
+
+struct source {
+    const struct source_ops *ops;
+    const struct documents *documents;
+    bool check_crc;
+};
+
+// Features from the shards the documents were read from. A document that was cut to seq_len is checked
+// without its CRC. Reads whole documents by pread; bad values are errors in the words of data check.
+int source_open_shards(struct source **source, const struct documents *documents, bool check_crc,
+                       struct error *err);
+void source_close(struct source *source);
+
+#endif

@@ -1,0 +1,49 @@
+// The frozen target as the trainer needs it: config facts, embedding, head and final norm.
+// Opens a target directory (config.json + head.safetensors) or a full Hugging Face model directory
+// (single or sharded safetensors; names are found under model., language_model. and the like; nested
+// text_config; tied heads). What is not understood is refused by the config key's name.
+#ifndef DATA_TARGET_H
+#define DATA_TARGET_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/error.h"
+#include "base/memory.h"
+
+// A weight matrix or vector in the file's own dtype, memory-mapped.
+struct target_tensor {
+    const void *data;
+    enum dtype dtype; // fp32 or bf16 (fp16 is converted to fp32 on opening; then owned)
+    int64_t rows, columns;
+};
+
+struct target {
+    char *path;
+    char *model_type;    // of the text model
+    char *architecture;  // architectures[0], or ""
+    int64_t hidden_size; // H
+    int64_t vocab_size;  // V: rows of the head
+    int64_t layers;
+    int64_t num_attention_heads, num_key_value_heads, head_dim, intermediate_size;
+    int64_t max_position_embeddings;
+    double rms_norm_eps;
+    double rope_theta;
+    bool tied;                // the head is the embedding
+    float norm_weight_offset; // 1 where the family stores w - 1 (told by model_type), else 0
+    float embed_scale;        // embeddings are multiplied by this (Gemma); 1 else
+    float logit_scale; // logits are multiplied by this (Cohere, Granite: 1/logits_scaling); 1 else
+    int64_t *special_ids; // bos, eos (may be several), pad; those that are given
+    size_t special_count;
+    struct target_tensor embed; // [rows >= V, H]
+    struct target_tensor head;  // [V, H]
+    struct target_tensor norm;  // [H]
+    // private
+    struct target_files *files;
+};
+
+// final_logit_softcapping, head bias and the like, unknown norm families etc. are refused here.
+int target_open(struct target *target, const char *path, struct error *err);
+void target_close(struct target *target);
+
+#endif
