@@ -1,0 +1,41 @@
+// The table of trainable tensors. Every tensor is one row, by name: initial weights, weight decay,
+// gradient norms, checkpoints, exports and ownership by ranks all come from it. Values of all tensors
+// lie in flat arrays of `elements` values (weights in compute dtype; masters, gradients and both
+// moments in fp32), a tensor at its offset.
+#ifndef DRAFTER_PARAMS_H
+#define DRAFTER_PARAMS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/error.h"
+
+struct param {
+    char name[96];    // as in the z-lab layout, e.g. "layers.0.self_attn.q_proj.weight"
+    int dims;         // 1 or 2
+    int64_t shape[2]; // [out, in] or [width]
+    int64_t offset;   // elements
+    int64_t count;    // elements
+    bool norm;        // starts at 1 and never decays; else normal with init_std
+};
+
+struct params {
+    struct param *items;
+    size_t count;
+    int64_t elements;  // of the flat arrays, padding included
+    int64_t trainable; // without padding
+};
+
+void params_release(struct params *params);
+// Appends a tensor. `joined`: directly behind the last one, so that both are one matrix for a GEMM;
+// else aligned to PARAM_ALIGNMENT elements.
+const struct param *params_add(struct params *params, const char *name, int dims, int64_t rows,
+                               int64_t columns, bool norm, bool joined);
+const struct param *params_find(const struct params *params, const char *name);
+// Initial fp32 values into flat [elements] (padding 0): a function of (seed, tensor name, index) only.
+void params_initialize(const struct params *params, uint64_t seed, double init_std, float *flat);
+
+enum { PARAM_ALIGNMENT = 64 };
+
+#endif

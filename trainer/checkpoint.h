@@ -1,0 +1,57 @@
+// Checkpoints: RUN/checkpoints/step-00001200/ with master.safetensors, adam_m.safetensors,
+// adam_v.safetensors (fp32, whole tensors by name), state.json (counters, data fingerprint, loss of the
+// clock), config.yaml, execution.json, provenance.json, model.safetensors + config.json (servable,
+// z-lab layout), and an empty DONE, written last.
+#ifndef TRAINER_CHECKPOINT_H
+#define TRAINER_CHECKPOINT_H
+
+#include "configs/config.h"
+#include "drafter/dflash_sizes.h"
+#include "trainer/execution.h"
+#include "trainer/model_state.h"
+
+// Everything a checkpoint says besides the state.
+struct checkpoint_info {
+    const struct config *config;
+    const struct execution *execution;
+    const struct dflash_sizes *sizes;
+    const struct target *target;
+    const char *target_name; // for the export
+    uint64_t data_fingerprint;
+    const char *command; // as typed
+};
+
+// Writes DIR/step-<step> by way of a temporary name, fsync, rename, DONE. On failure the error is
+// filled, what was begun is removed as far as possible, earlier checkpoints are untouched.
+int checkpoint_write(const char *directory, const struct model_state *state,
+                     const struct checkpoint_info *info, struct error *err);
+
+// Reads a checkpoint directory into state (params given): every tensor by name with its shape checked;
+// errors name the file and the tensor. fingerprint may be NULL.
+int checkpoint_read(const char *path, struct model_state *state, uint64_t *fingerprint,
+                    struct error *err);
+
+// The newest complete checkpoint of a checkpoints folder in *path (caller frees; NULL when there is
+// none). One warning names every directory that is not complete; strays are ignored; nothing deleted.
+int checkpoint_find_latest(const char *directory, char **path, struct error *err);
+
+// Deletes complete checkpoints beyond the `keep` newest, except `best_step` (0: none). Incomplete ones
+// and strays are left alone. Marks best: `best` is a symbolic link to the best step's directory.
+int checkpoint_prune(const char *directory, int64_t keep, int64_t best_step, struct error *err);
+int checkpoint_mark_best(const char *directory, int64_t step, struct error *err);
+
+// Background writing: one thread, one snapshot. A save asked for while one is running waits for it.
+struct checkpoint_writer;
+int checkpoint_writer_open(struct checkpoint_writer **writer, const char *directory,
+                           const struct params *params, const struct checkpoint_info *info,
+                           int64_t keep, bool background, struct error *err);
+// The host snapshot to fill before checkpoint_writer_save; waits until an earlier write has ended.
+struct model_state *checkpoint_writer_snapshot(struct checkpoint_writer *writer);
+// Starts writing the snapshot; best: mark it as best when it is complete. A failed write is logged and
+// counted, the run goes on.
+void checkpoint_writer_save(struct checkpoint_writer *writer, bool best);
+// Waits for the last write. Returns -1 with the error of the newest write if that one failed.
+int checkpoint_writer_wait(struct checkpoint_writer *writer, struct error *err);
+void checkpoint_writer_close(struct checkpoint_writer *writer);
+
+#endif

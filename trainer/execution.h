@@ -1,0 +1,28 @@
+// What the environment could change and a resumed run must not: chosen at the first start, written to
+// execution.json in the run folder, obeyed on resume.
+#ifndef TRAINER_EXECUTION_H
+#define TRAINER_EXECUTION_H
+
+#include <stdint.h>
+
+#include "base/error.h"
+
+struct execution {
+    char device[16];    // "cpu", "cuda"
+    char hardware[128]; // CPU or GPU model
+    char library[128];  // BLAS or CUDA library and its version
+    char compute[8];    // "fp32", "bf16"
+    char logits[8];
+    char recompute[8]; // "none", "cheap", "layer"
+    int64_t group_rows, chunk_rows;
+    int64_t threads;
+    int64_t world_size;
+};
+
+int execution_write(const struct execution *execution, const char *path, struct error *err);
+int execution_read(struct execution *execution, const char *path, struct error *err);
+// A line for every field that differs; -1 when any does.
+int execution_compare(const struct execution *before, const struct execution *now,
+                      struct error *err);
+
+#endif

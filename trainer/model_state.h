@@ -1,0 +1,33 @@
+// The state that training changes, by parameter name, and the integers beside it: exactly what a
+// checkpoint holds.
+#ifndef TRAINER_MODEL_STATE_H
+#define TRAINER_MODEL_STATE_H
+
+#include "drafter/params.h"
+
+struct counters {
+    int64_t step;    // optimizer steps done, skipped ones included
+    int64_t epoch;   // of the next row
+    int64_t row;     // next row in that epoch
+    int64_t applied; // steps that changed weights (AdamW's own count for bias correction)
+    int64_t skipped_nonfinite;
+    int64_t nonfinite_in_a_row;
+    int64_t skipped_empty;       // steps whose sum of weights was 0
+    int64_t bad_documents;       // left out while reading
+    int64_t tokens;              // seen so far
+    double best_accept_len_walk; // 0: none yet
+    int64_t best_step;
+    int64_t validations_without_better;
+};
+
+// Host memory: a snapshot for writing, or what was read.
+struct model_state {
+    const struct params *params;
+    float *master, *m, *v; // [params->elements]
+    struct counters counters;
+};
+
+void model_state_open(struct model_state *state, const struct params *params);
+void model_state_close(struct model_state *state);
+
+#endif
