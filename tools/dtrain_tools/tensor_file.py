@@ -1,0 +1,74 @@
+"""Reading and writing safetensors files with numpy alone.
+
+Tensors are (dtype name, array) pairs; bf16 comes and goes as its uint16 bits, since numpy has no
+bf16. Does not know what the tensors mean.
+"""
+
+import json
+import os
+
+import numpy as np
+
+DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8", "I64": "<i8", "I32": "<i4",
+          "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "u1"}
+
+
+def read_header(path):
+    """-> {name: {"dtype", "shape", "data_offsets"}}, offset of the data, metadata."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ValueError(f"{path}: not a safetensors file, or cut short")
+        header = json.loads(file.read(length))
+    return header, 8 + length, header.pop("__metadata__", {})
+
+
+def read_tensors(path, names=None):
+    """-> {name: (dtype name, array mapped from the file)}."""
+    header, start, _ = read_header(path)
+    data = np.memmap(path, dtype=np.uint8, mode="r", offset=0)
+    tensors = {}
+    for name in header if names is None else names:
+        if name not in header:
+            raise ValueError(f"{path}: has no tensor {name}")
+        entry = header[name]
+        begin, end = (start + at for at in entry["data_offsets"])
+        if end > len(data):
+            raise ValueError(f"{path}: tensor {name} ends after the file")
+        array = data[begin:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        tensors[name] = (entry["dtype"], array)
+    return tensors
+
+
+def write_tensors(path, tensors, metadata=None):
+    """tensors: {name: (dtype name, array)}. Written under a temporary name, fsynced, renamed."""
+    header, at = {}, 0
+    for name, (dtype, array) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
+        at += array.nbytes
+    if metadata:
+        header["__metadata__"] = metadata
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    temporary = path + ".tmp"
+    with open(temporary, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for dtype, array in tensors.values():
+            file.write(np.ascontiguousarray(array, dtype=DTYPES[dtype]).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def bf16_to_float(bits):
+    """uint16 bits -> float32."""
+    return (np.asarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def float_to_bf16(values):
+    """float32 -> uint16 bits, rounded to nearest even; a NaN stays a NaN."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.where(nan, (bits >> np.uint32(16)) | np.uint32(0x40), rounded).astype(np.uint16)
