@@ -9,21 +9,22 @@
 #include "base/error.h"
 #include "base/memory.h"
 
-enum { SAFETENSORS_DIMS = 4 };
+enum { SAFETENSORS_DIMS = 8 }; // more is refused; vision towers in model files have five
 
 struct safetensors_entry {
     char *name;
-    char dtype[8]; // as in the file: "F32", "BF16", "I32", "I64", "U8", "BOOL", "F64", "F16", ...
+    char dtype[16]; // as in the file: "F32", "BF16", "I32", "I64", "U8", "BOOL", "F64", "F16", ...
     int dims;
     int64_t shape[SAFETENSORS_DIMS];
     const unsigned char *bytes; // mapped, read-only
     size_t size;
 };
 
-// A file, memory-mapped. Every offset has been checked against the file's size and the shapes.
+// A file, memory-mapped. Every offset has been checked against the file's size and the shapes, and
+// every byte belongs to one tensor. Tensors need not be aligned to their dtype: copy what may not be.
 struct safetensors {
     char *path;
-    struct safetensors_entry *entries;
+    struct safetensors_entry *entries; // in order of names
     size_t count;
     char **metadata_keys, **metadata_values;
     size_t metadata_count;
