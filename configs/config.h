@@ -26,7 +26,7 @@ struct config_reals {
     size_t count;
 };
 
-// Values of CHOICE keys, in the order of the table's "a|b|c".
+// Values of CHOICE keys, in the order of the table's "a\0b\0c".
 enum { DEVICE_AUTO, DEVICE_CUDA, DEVICE_CPU };
 enum { COMPUTE_BF16, COMPUTE_FP32 };
 enum { BAD_SAMPLE_FAIL, BAD_SAMPLE_SKIP };
@@ -47,27 +47,46 @@ enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD, SCHEDULE_CONSTANT };
 enum { RECOMPUTE_AUTO, RECOMPUTE_NONE, RECOMPUTE_CHEAP, RECOMPUTE_LAYER };
 enum { LOGITS_FP32, LOGITS_BF16 };
 
-#define CONFIG_FIELD_TEXT(name, def, resume, help) char *name;
-#define CONFIG_FIELD_INT(name, def, min, max, resume, help) int64_t name;
-#define CONFIG_FIELD_REAL(name, def, min, max, resume, help) double name;
-#define CONFIG_FIELD_FLAG(name, def, resume, help) bool name;
+#define CONFIG_FIELD_TEXT(name, def, resume, help)            char *name;
+#define CONFIG_FIELD_INT(name, def, min, max, resume, help)   int64_t name;
+#define CONFIG_FIELD_REAL(name, def, min, max, resume, help)  double name;
+#define CONFIG_FIELD_FLAG(name, def, resume, help)            bool name;
 #define CONFIG_FIELD_CHOICE(name, def, choices, resume, help) int name;
-#define CONFIG_FIELD_TEXTS(name, resume, help) struct config_texts name;
-#define CONFIG_FIELD_INTS(name, min, max, resume, help) struct config_ints name;
+#define CONFIG_FIELD_TEXTS(name, resume, help)                struct config_texts name;
+#define CONFIG_FIELD_INTS(name, min, max, resume, help)       struct config_ints name;
 #define CONFIG_FIELD_REALS(name, def, min, max, resume, help) struct config_reals name;
 #define CONFIG_STRUCT(section, LIST, help)                                                         \
     struct section##_config {                                                                      \
-        LIST(CONFIG_FIELD_TEXT, CONFIG_FIELD_INT, CONFIG_FIELD_REAL, CONFIG_FIELD_FLAG,            \
-             CONFIG_FIELD_CHOICE, CONFIG_FIELD_TEXTS, CONFIG_FIELD_INTS, CONFIG_FIELD_REALS)       \
+        LIST(CONFIG_FIELD_TEXT, CONFIG_FIELD_TEXT, CONFIG_FIELD_INT, CONFIG_FIELD_REAL,            \
+             CONFIG_FIELD_FLAG, CONFIG_FIELD_CHOICE, CONFIG_FIELD_TEXTS, CONFIG_FIELD_TEXTS,       \
+             CONFIG_FIELD_INTS, CONFIG_FIELD_REALS)                                                \
     };
 CONFIG_SECTIONS(CONFIG_STRUCT)
 #undef CONFIG_STRUCT
 
+// Where each key was given, so that a fault found later still names its line: a line of the file,
+// CONFIG_LINE_DEFAULT or CONFIG_LINE_SET.
+enum { CONFIG_LINE_DEFAULT = 0, CONFIG_LINE_SET = -1 };
+#define CONFIG_LINE(name, ...) int name;
+#define CONFIG_LINES(section, LIST, help)                                                          \
+    struct section##_lines {                                                                       \
+        LIST(CONFIG_LINE, CONFIG_LINE, CONFIG_LINE, CONFIG_LINE, CONFIG_LINE, CONFIG_LINE,         \
+             CONFIG_LINE, CONFIG_LINE, CONFIG_LINE, CONFIG_LINE)                                   \
+    };
+CONFIG_SECTIONS(CONFIG_LINES)
+#undef CONFIG_LINES
+#define CONFIG_LINES_MEMBER(section, LIST, help) struct section##_lines section;
+struct config_lines {
+    CONFIG_SECTIONS(CONFIG_LINES_MEMBER)
+};
+#undef CONFIG_LINES_MEMBER
+
 #define CONFIG_MEMBER(section, LIST, help) struct section##_config section;
 struct config {
     CONFIG_SECTIONS(CONFIG_MEMBER)
-    char *file;   // path of the YAML file; NULL: none
-    char *folder; // folder that relative paths are relative to
+    struct config_lines lines;
+    char *file;   // path of the YAML file as it was given; NULL: none
+    char *folder; // absolute folder that relative paths are relative to; NULL: none yet
 };
 #undef CONFIG_MEMBER
 
@@ -75,21 +94,36 @@ struct config {
 void config_init(struct config *config);
 void config_release(struct config *config);
 
-// Reads a YAML file over the defaults, then each "key=value" of `sets` (a key may come without its
-// section where that is unique; lists as [a, b] or a,b). Then checks what single keys can not say
-// (config_validate). Paths are made relative to the file's folder; globs of data.train and data.val
-// are expanded and sorted. On faults: -1 and one line a fault: "FILE:LINE: section.key: what; did
-// you mean ...?".
+// Reads a YAML file (NULL: none) over the defaults of an initialised config, then each "key=value"
+// of `sets` (a key may come without its section where that is unique; lists as [a, b] or a,b; of the
+// same key set twice the last holds). Then checks what single keys can not say (config_validate).
+// Paths become absolute: the file's folder (without a file, the current one) is what relative paths
+// are relative to, those of `sets` too. No file but the YAML is looked at: see config_expand_files.
+// On faults: -1, and one line each: "FILE:LINE: section.key: what; did you mean ...?" or
+// "--set section.key: what". The config must be released either way.
 int config_load(struct config *config, const char *file, const char *const *sets, size_t set_count,
                 struct error *err);
-// Rules between keys. Called by config_load.
+// Rules between keys, every broken one a line. Called by config_load.
 int config_validate(const struct config *config, struct error *err);
+// Keys that were given and have no effect, or an effect that servers do not follow: one line each
+// in `text`. Returns how many. Nothing here stops a run.
+size_t config_warnings(const struct config *config, struct error *text);
 
-// Writes every key with its value as YAML that config_load reads back to the same values.
+// Replaces the patterns of data.train and data.val by the files they stand for, sorted. A pattern
+// without a match, a path without a file and the same file twice in a list are faults.
+int config_expand_files(struct config *config, struct error *err);
+// Checks that everything the config reads exists: target.path, the shards behind data.train and
+// data.val (patterns or files), drafter.init_from, drafter.draft_vocab. Changes nothing.
+int config_check_files(const struct config *config, struct error *err);
+
+// Writes every key with its value as YAML that config_load reads back to the same values; keys that
+// are not given and have no default become comments.
 void config_write_yaml(const struct config *config, FILE *out);
-// The same as one JSON object {"section": {"key": value}} in memory the caller frees.
+// The same as one JSON object {"section": {"key": value}} in memory the caller frees; null: not given.
 char *config_to_json(const struct config *config);
-// Every key that must be the same on resume and is not: one line each in err, and -1.
+// Every key that must be the same on resume and is not: one line each in err, and -1. Paths are
+// compared by their last component, so that a run may move to another disk; that the data are the
+// same is for the data's fingerprint to say. Compare after config_expand_files.
 int config_compare_for_resume(const struct config *before, const struct config *now,
                               struct error *err);
 

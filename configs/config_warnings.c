@@ -1,0 +1,119 @@
+// Owns what is worth a warning: keys whose value changes nothing beside the others, and settings that
+// no server runs. Contradictions are refused in config_rules.c.
+#include "configs/config_faults.h"
+#include "configs/config_table.h"
+#include "configs/config_value.h"
+
+#include <string.h>
+
+struct watch {
+    const struct config *config;
+    struct config defaults; // a key with its default value was not meant to do anything
+    struct config_faults warnings;
+};
+
+static void idle_unless(struct watch *w, bool used, const char *section, const char *name,
+                        const char *why)
+{
+    const struct config_key *key = config_section_key(config_section_find(section), name);
+    if (used || config_value_equal(w->config, &w->defaults, key))
+        return;
+    int line = *(const int *)(const void *)((const char *)w->config + key->line_at);
+    config_fault(&w->warnings, w->config, line, section, name, "has no effect %s", why);
+}
+
+static void watch_drafter(struct watch *w)
+{
+    const struct drafter_config *d = &w->config->drafter;
+    bool sliding = false, dflash = d->kind == DRAFTER_DFLASH;
+    for (size_t i = 0; i < d->layer_types.count; i++)
+        sliding = sliding || strcmp(d->layer_types.items[i], "sliding_attention") == 0;
+    idle_unless(w, sliding, "drafter", "sliding_window", "without a sliding_attention layer");
+    idle_unless(w, d->rope_scaling == ROPE_SCALING_YARN, "drafter", "rope_original_positions",
+                "without drafter.rope_scaling yarn");
+    idle_unless(w, !d->init_from, "drafter", "init_std", "with drafter.init_from");
+    static const char *const eagle3[][2] = {{"drafter", "ttt_steps"},
+                                            {"loss", "ttt_decay_base"},
+                                            {"loss", "mask_index"},
+                                            {"loss", "out_of_vocab"}};
+    for (size_t i = 0; i < sizeof(eagle3) / sizeof(eagle3[0]); i++)
+        idle_unless(w, !dflash, eagle3[i][0], eagle3[i][1], "with drafter.kind dflash");
+    static const char *const only_dflash[][2] = {
+        {"drafter", "block_size"},  {"drafter", "mask_token_id"}, {"drafter", "allow_special_mask"},
+        {"anchors", "max_anchors"}, {"anchors", "per"},           {"anchors", "tail"},
+        {"loss", "slot_weight"},    {"loss", "slot_mask"}};
+    for (size_t i = 0; i < sizeof(only_dflash) / sizeof(only_dflash[0]); i++)
+        idle_unless(w, dflash, only_dflash[i][0], only_dflash[i][1], "with drafter.kind eagle3");
+}
+
+static void watch_loss(struct watch *w)
+{
+    const struct loss_config *l = &w->config->loss;
+    const struct drafter_config *d = &w->config->drafter;
+    bool dflash = d->kind == DRAFTER_DFLASH;
+    idle_unless(w, l->lk > 0.0, "loss", "lk_eta", "without loss.lk");
+    idle_unless(w, dflash && l->slot_weight == SLOT_WEIGHT_EXP, "loss", "slot_decay_gamma",
+                "without loss.slot_weight exp");
+    idle_unless(w, dflash && l->slot_weight == SLOT_WEIGHT_DPACE, "loss", "dpace_alpha",
+                "without loss.slot_weight dpace");
+    if (!dflash)
+        idle_unless(w, d->draft_vocab != NULL, "loss", "out_of_vocab",
+                    "without drafter.draft_vocab");
+}
+
+static void watch_run(struct watch *w)
+{
+    const struct config *c = w->config;
+    bool val = c->data.val.count > 0;
+    idle_unless(w, c->data.noise_std > 0.0, "data", "noise_kind", "with data.noise_std 0");
+    idle_unless(w, c->data.on_bad_sample == BAD_SAMPLE_SKIP, "data", "max_bad_fraction",
+                "without data.on_bad_sample skip");
+    idle_unless(w, val, "validation", "rows", "without data.val");
+    idle_unless(w, val, "validation", "draft_tokens", "without data.val");
+    idle_unless(w, c->schedule.kind == SCHEDULE_WSD, "schedule", "decay_ratio",
+                "without schedule.kind wsd");
+    idle_unless(w, c->schedule.kind != SCHEDULE_CONSTANT, "schedule", "min_lr_ratio",
+                "with schedule.kind constant");
+}
+
+#define WARN(w, section, key, ...)                                                                 \
+    config_fault(&(w)->warnings, (w)->config, (w)->config->lines.section.key, #section, #key,      \
+                 __VA_ARGS__)
+
+static void watch_serving(struct watch *w)
+{
+    const struct drafter_config *d = &w->config->drafter;
+    if (d->predict_from_anchor)
+        WARN(w, drafter, predict_from_anchor,
+             "no server runs dflash drafters of this layout; every export of it is refused");
+    if (d->sliding_window_non_causal)
+        WARN(w, drafter, sliding_window_non_causal,
+             "servers run sliding layers causally; exports are refused unless told otherwise");
+    if (d->window_origin == WINDOW_FROM_ANCHOR)
+        WARN(w, drafter, window_origin,
+             "servers measure the window from the query; a served block sees less context");
+}
+
+static void watch_overlap(struct watch *w)
+{
+    const struct data_config *d = &w->config->data;
+    for (size_t v = 0; v < d->val.count; v++)
+        for (size_t t = 0; t < d->train.count; t++)
+            if (strcmp(d->val.items[v], d->train.items[t]) == 0)
+                WARN(w, data, val, "%s is also in data.train: validation is not held out",
+                     d->val.items[v]);
+}
+
+size_t config_warnings(const struct config *config, struct error *text)
+{
+    struct watch w = {.config = config};
+    config_init(&w.defaults);
+    watch_drafter(&w);
+    watch_loss(&w);
+    watch_run(&w);
+    watch_serving(&w);
+    watch_overlap(&w);
+    config_release(&w.defaults);
+    config_faults_end(&w.warnings, text);
+    return w.warnings.count;
+}
