@@ -1,0 +1,29 @@
+# Two commands: `make demo` and `make test`. Each installs what is missing, builds, and runs.
+#   make INSTALL=no ...   never installs packages
+#   make BUILD=DIR ...    builds in another folder
+# Anything finer is CMake's: see CMakePresets.json.
+BUILD ?= build
+INSTALL ?= yes
+# Most tests use two threads.
+JOBS ?= $(shell echo $$((($$(nproc) + 1) / 2)))
+
+.PHONY: all install build test demo clean
+all: build
+
+install:
+ifneq ($(INSTALL),no)
+	@.ci/install
+endif
+
+build: install
+	@cmake -S . -B $(BUILD) -G Ninja $(CMAKE_FLAGS)
+	@cmake --build $(BUILD)
+
+test: build
+	@ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS)
+
+demo: build
+	@examples/tiny/demo $(BUILD)
+
+clean:
+	rm -rf $(BUILD)
