@@ -1,0 +1,78 @@
+// The DFlash drafter: forward and backward of one packed row, in anchor groups.
+// Network as released z-lab checkpoints define it (Qwen3 style): the context of every layer is
+// c = hidden_norm(fc(features)); a layer's keys are k_norm([Wk c ; Wk n]) with rotary positions, its
+// values [Wv c ; Wv n], n = input_layernorm(x); a block sees the context before its anchor and itself.
+//
+// Order of calls for a row: dflash_context_forward, then for each group dflash_group_forward, (loss),
+// dflash_group_backward (last: also the context's backward, layer by layer).
+#ifndef DRAFTER_DFLASH_H
+#define DRAFTER_DFLASH_H
+
+#include "drafter/dflash_sizes.h"
+#include "data/row.h"
+#include "kernels/kernels.h"
+
+// What backward computes again instead of keeping.
+enum recompute_level {
+    RECOMPUTE_LEVEL_NONE,  // nothing
+    RECOMPUTE_LEVEL_CHEAP, // norm outputs and MLP activations
+    RECOMPUTE_LEVEL_LAYER, // everything but each layer's input
+};
+
+struct dflash_options {
+    const struct dflash_sizes *sizes;
+    const struct params *params;
+    enum dtype compute;
+    int64_t max_tokens;               // most tokens of a row
+    int64_t group_rows;               // most block rows of a group, a multiple of the block size
+    int64_t planes;                   // P of the features as read
+    int32_t plane[DFLASH_MAX_LAYERS]; // plane of each captured layer
+    enum recompute_level recompute;
+    bool training;         // false: no gradients, one layer's activations
+    enum noise_kind noise; // training only
+    float noise_std;
+    float embed_scale;
+    const void *weights; // [params->elements] compute dtype, backend memory
+    float *grads;        // [params->elements] fp32, added to; NULL when not training
+    const void *embed;   // [embed_rows, H] compute dtype, frozen
+    int64_t embed_rows;
+};
+
+struct dflash_layer; // one layer's weights, gradients and kept activations
+
+struct dflash {
+    struct dflash_options options;
+    struct dflash_layer *layers; // [sizes->layers]
+    struct dflash_buffers *buffers;
+    const struct row *row; // between context_forward and the last group
+    const bf16 *features;
+    int32_t *h_index; // host: inputs of a group
+    int64_t blocks;   // of the group in flight
+};
+
+// Asks the arena for all backend memory. Called twice (base/memory.h); dflash_close frees host memory.
+void dflash_plan(struct dflash *dflash, const struct dflash_options *options, struct arena *arena);
+// Fills what is constant (rotary table). After the arena has been placed.
+void dflash_open(struct dflash *dflash, const struct backend *backend, struct stream *stream);
+void dflash_close(struct dflash *dflash);
+
+// Context path of a row whose features [T, P, H] are in backend memory: fused features, then keys and
+// values of every layer. seed keys the noise (training). Clears the context's gradients.
+void dflash_context_forward(struct dflash *dflash, const struct backend *backend,
+                            struct stream *stream, const struct row *row, const bf16 *features,
+                            uint64_t seed);
+// Blocks of anchors[0 .. count): count * block_size <= group_rows. Returns hidden states after the
+// final norm, [count * B, H], valid until the next call.
+const void *dflash_group_forward(struct dflash *dflash, const struct backend *backend,
+                                 struct stream *stream, const int32_t *anchors, int64_t count);
+// Where the gradient with respect to those hidden states is to be put, [count * B, H].
+void *dflash_group_gradient(struct dflash *dflash);
+// Adds the group's gradients. last: the row's last group; as soon as a layer's own backward is done its
+// context keys' and values' backward runs, then fc and hidden_norm.
+void dflash_group_backward(struct dflash *dflash, const struct backend *backend,
+                           struct stream *stream, bool last);
+
+// Noise as context_load adds it, for a trace: out [T, L, H] fp32.
+void dflash_noise(const struct dflash *dflash, const struct row *row, uint64_t seed, float *out);
+
+#endif

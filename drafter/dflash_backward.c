@@ -1,0 +1,215 @@
+// Owns the drafter's backward pass. Gradients of weights are added up in fp32 over groups and rows.
+#include "drafter/dflash_internal.h"
+
+#include "base/log.h"
+
+void dflash_linear_backward(const struct dflash *d, const struct backend *backend,
+                            struct stream *stream, int64_t rows, const void *dout, const void *in,
+                            const struct dflash_tensor *weight, void *din)
+{
+    enum dtype type = d->options.compute;
+    backend->kernels->gemm(stream, &(struct gemm){.m = weight->rows,
+                                                  .n = weight->columns,
+                                                  .k = rows,
+                                                  .transpose_a = true,
+                                                  .alpha = 1.0f,
+                                                  .beta = 1.0f,
+                                                  .a = dout,
+                                                  .b = in,
+                                                  .c = weight->grad,
+                                                  .a_type = type,
+                                                  .b_type = type,
+                                                  .c_type = DTYPE_F32});
+    if (din == NULL)
+        return;
+    backend->kernels->gemm(stream, &(struct gemm){.m = rows,
+                                                  .n = weight->columns,
+                                                  .k = weight->rows,
+                                                  .alpha = 1.0f,
+                                                  .a = dout,
+                                                  .b = weight->weight,
+                                                  .c = din,
+                                                  .a_type = type,
+                                                  .b_type = type,
+                                                  .c_type = type});
+}
+
+static void norm_backward(const struct dflash *d, const struct backend *backend,
+                          struct stream *stream, int64_t rows, const void *x, float *rstd,
+                          const struct dflash_tensor *weight, const void *dy, void *dx, bool add)
+{
+    struct rms_norm norm = dflash_norm(d, rows, x, weight, NULL, rstd);
+    norm.dy = dy;
+    norm.dx = dx;
+    norm.dx_add = add;
+    backend->kernels->rms_norm_backward(stream, &norm);
+}
+
+// Brings back what the recompute level did not keep of layer l.
+static void recompute(struct dflash *d, const struct backend *backend, struct stream *stream,
+                      int64_t l)
+{
+    const struct dflash_sizes *s = d->options.sizes;
+    struct dflash_layer *layer = &d->layers[l];
+    int64_t n = d->blocks * s->block_size;
+    if (d->options.recompute == RECOMPUTE_LEVEL_LAYER)
+        dflash_layer_forward(d, backend, stream, l, NULL);
+    if (d->options.recompute != RECOMPUTE_LEVEL_CHEAP)
+        return;
+    struct rms_norm norm =
+        dflash_norm(d, n, layer->x, &layer->input_norm, layer->n1, layer->input_rstd);
+    backend->kernels->rms_norm_forward(stream, &norm);
+    norm = dflash_norm(d, n, layer->mid, &layer->post_norm, layer->n2, layer->post_rstd);
+    backend->kernels->rms_norm_forward(stream, &norm);
+    backend->kernels->swiglu_forward(stream, &(struct swiglu){.rows = n,
+                                                              .width = s->intermediate,
+                                                              .type = d->options.compute,
+                                                              .gate_up = layer->gate_up_rows,
+                                                              .y = layer->act});
+}
+
+static void mlp_backward(struct dflash *d, const struct backend *backend, struct stream *stream,
+                         int64_t l)
+{
+    const struct dflash_sizes *s = d->options.sizes;
+    struct dflash_layer *layer = &d->layers[l];
+    struct dflash_buffers *b = d->buffers;
+    int64_t n = d->blocks * s->block_size;
+    dflash_linear_backward(d, backend, stream, n, b->dx, layer->act, &layer->down, b->dact);
+    backend->kernels->swiglu_backward(stream, &(struct swiglu){.rows = n,
+                                                               .width = s->intermediate,
+                                                               .type = d->options.compute,
+                                                               .gate_up = layer->gate_up_rows,
+                                                               .dy = b->dact,
+                                                               .dgate_up = b->dgate_up});
+    dflash_linear_backward(d, backend, stream, n, b->dgate_up, layer->n2, &layer->gate_up,
+                           b->dnorm);
+    norm_backward(d, backend, stream, n, layer->mid, layer->post_rstd, &layer->post_norm, b->dnorm,
+                  b->dx, true);
+}
+
+static void attention_backward(struct dflash *d, const struct backend *backend,
+                               struct stream *stream, int64_t l)
+{
+    const struct dflash_sizes *s = d->options.sizes;
+    struct dflash_layer *layer = &d->layers[l];
+    struct dflash_buffers *b = d->buffers;
+    enum dtype type = d->options.compute;
+    int64_t n = d->blocks * s->block_size, q = s->heads * s->head_dim;
+    int64_t kv = s->kv_heads * s->head_dim, stride = q + 2 * kv;
+
+    dflash_linear_backward(d, backend, stream, n, b->dx, layer->attention, &layer->o,
+                           b->dattention);
+    struct attention attention = dflash_attention(d, l);
+    attention.dout = b->dattention;
+    attention.delta = b->delta;
+    attention.dq = b->dq;
+    attention.dk_block = b->dkey;
+    attention.dv_block = dflash_at_mutable(b->dqkv, type, q + kv);
+    attention.dk_context = layer->dcontext_k;
+    attention.dv_context = layer->dcontext_v;
+    backend->kernels->attention_backward(stream, &attention);
+
+    struct norm_rope rope = dflash_norm_rope(d, n, s->heads, layer->qkv_rows, stride,
+                                             &layer->q_norm, b->row_positions, NULL);
+    rope.dy = b->dq;
+    rope.dy_type = type;
+    rope.dx = b->dqkv;
+    rope.dx_stride = stride;
+    backend->kernels->norm_rope_backward(stream, &rope);
+    rope = dflash_norm_rope(d, n, s->kv_heads, dflash_at(layer->qkv_rows, type, q), stride,
+                            &layer->k_norm, b->row_positions, NULL);
+    rope.dy = b->dkey;
+    rope.dy_type = type;
+    rope.dx = dflash_at_mutable(b->dqkv, type, q);
+    rope.dx_stride = stride;
+    backend->kernels->norm_rope_backward(stream, &rope);
+
+    dflash_linear_backward(d, backend, stream, n, b->dqkv, layer->n1, &layer->qkv, b->dnorm);
+    norm_backward(d, backend, stream, n, layer->x, layer->input_rstd, &layer->input_norm, b->dnorm,
+                  b->dx, true);
+}
+
+// dcontext[T, H] += part[T, columns] weight; weight.grad += part^T context.
+static void context_part_backward(struct dflash *d, const struct backend *backend,
+                                  struct stream *stream, const void *part,
+                                  const struct dflash_tensor *weight, bool first)
+{
+    enum dtype type = d->options.compute;
+    dflash_linear_backward(d, backend, stream, d->row->tokens, part, d->buffers->context, weight,
+                           NULL);
+    backend->kernels->gemm(stream, &(struct gemm){.m = d->row->tokens,
+                                                  .n = weight->columns,
+                                                  .k = weight->rows,
+                                                  .alpha = 1.0f,
+                                                  .beta = first ? 0.0f : 1.0f,
+                                                  .a = part,
+                                                  .b = weight->weight,
+                                                  .c = d->buffers->dcontext,
+                                                  .a_type = type,
+                                                  .b_type = type,
+                                                  .c_type = DTYPE_F32});
+}
+
+// Context keys and values of layer l, whose gradients are complete.
+static void context_layer_backward(struct dflash *d, const struct backend *backend,
+                                   struct stream *stream, int64_t l)
+{
+    const struct dflash_sizes *s = d->options.sizes;
+    struct dflash_layer *layer = &d->layers[l];
+    struct dflash_buffers *b = d->buffers;
+    int64_t t = d->row->tokens, kv = s->kv_heads * s->head_dim;
+    struct norm_rope rope = dflash_norm_rope(d, t, s->kv_heads, layer->context_kv, 2 * kv,
+                                             &layer->k_norm, b->positions, NULL);
+    rope.dy = layer->dcontext_k;
+    rope.dy_type = DTYPE_F32;
+    rope.dx = b->dk_raw;
+    rope.dx_stride = kv;
+    backend->kernels->norm_rope_backward(stream, &rope);
+    backend->kernels->convert(stream, &(struct convert){.count = t * kv,
+                                                        .from = layer->dcontext_v,
+                                                        .to = b->dv_raw,
+                                                        .from_type = DTYPE_F32,
+                                                        .to_type = d->options.compute});
+    context_part_backward(d, backend, stream, b->dk_raw, &layer->k, l == s->layers - 1);
+    context_part_backward(d, backend, stream, b->dv_raw, &layer->v, false);
+}
+
+static void context_input_backward(struct dflash *d, const struct backend *backend,
+                                   struct stream *stream)
+{
+    struct dflash_buffers *b = d->buffers;
+    int64_t t = d->row->tokens;
+    backend->kernels->convert(stream, &(struct convert){.count = t * d->options.sizes->hidden,
+                                                        .from = b->dcontext,
+                                                        .to = b->dcontext_rows,
+                                                        .from_type = DTYPE_F32,
+                                                        .to_type = d->options.compute});
+    norm_backward(d, backend, stream, t, b->fused, b->fused_rstd, &b->hidden_norm, b->dcontext_rows,
+                  b->dcontext_rows, false);
+    dflash_linear_backward(d, backend, stream, t, b->dcontext_rows, b->context_in, &b->fc, NULL);
+}
+
+void *dflash_group_gradient(struct dflash *d)
+{
+    return d->buffers->dhidden;
+}
+
+void dflash_group_backward(struct dflash *d, const struct backend *backend, struct stream *stream,
+                           bool last)
+{
+    const struct dflash_sizes *s = d->options.sizes;
+    struct dflash_buffers *b = d->buffers;
+    BUG_UNLESS(d->options.training);
+    norm_backward(d, backend, stream, d->blocks * s->block_size, b->last, b->last_rstd, &b->norm,
+                  b->dhidden, b->dx, false);
+    for (int64_t l = s->layers - 1; l >= 0; l--) {
+        recompute(d, backend, stream, l);
+        mlp_backward(d, backend, stream, l);
+        attention_backward(d, backend, stream, l);
+        if (last)
+            context_layer_backward(d, backend, stream, l);
+    }
+    if (last)
+        context_input_backward(d, backend, stream);
+}

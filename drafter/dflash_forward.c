@@ -1,0 +1,268 @@
+// Owns the drafter's forward pass: context of a row, blocks of a group.
+#include "drafter/dflash_internal.h"
+
+#include <math.h>
+
+#include "base/log.h"
+#include "base/rng.h"
+#include "data/anchors.h"
+
+void dflash_linear(const struct dflash *d, const struct backend *backend, struct stream *stream,
+                   int64_t rows, const void *in, const struct dflash_tensor *weight,
+                   const void *add, void *out)
+{
+    enum dtype type = d->options.compute;
+    backend->kernels->gemm(stream, &(struct gemm){.m = rows,
+                                                  .n = weight->rows,
+                                                  .k = weight->columns,
+                                                  .transpose_b = true,
+                                                  .alpha = 1.0f,
+                                                  .beta = add != NULL ? 1.0f : 0.0f,
+                                                  .a = in,
+                                                  .b = weight->weight,
+                                                  .d = add,
+                                                  .c = out,
+                                                  .a_type = type,
+                                                  .b_type = type,
+                                                  .c_type = type});
+}
+
+struct rms_norm dflash_norm(const struct dflash *d, int64_t rows, const void *x,
+                            const struct dflash_tensor *norm, void *y, float *rstd)
+{
+    return (struct rms_norm){.rows = rows,
+                             .width = norm->rows,
+                             .eps = d->options.sizes->eps,
+                             .type = d->options.compute,
+                             .x = x,
+                             .weight = norm->weight,
+                             .y = y,
+                             .rstd = rstd,
+                             .dweight = norm->grad,
+                             .scratch = d->buffers->norm_scratch};
+}
+
+struct norm_rope dflash_norm_rope(const struct dflash *d, int64_t rows, int64_t heads,
+                                  const void *x, int64_t stride, const struct dflash_tensor *norm,
+                                  const int32_t *positions, void *y)
+{
+    const struct dflash_sizes *s = d->options.sizes;
+    return (struct norm_rope){.rows = rows,
+                              .heads = heads,
+                              .head_dim = s->head_dim,
+                              .eps = s->eps,
+                              .type = d->options.compute,
+                              .x = x,
+                              .x_stride = stride,
+                              .weight = norm->weight,
+                              .positions = positions,
+                              .cos = d->buffers->cos,
+                              .sin = d->buffers->sin,
+                              .table_rows = d->options.max_tokens + s->block_size,
+                              .y = y,
+                              .dweight = norm->grad,
+                              .scratch = d->buffers->norm_scratch};
+}
+
+struct attention dflash_attention(const struct dflash *d, int64_t l)
+{
+    const struct dflash_sizes *s = d->options.sizes;
+    const struct dflash_layer *layer = &d->layers[l];
+    const struct dflash_buffers *b = d->buffers;
+    enum dtype type = d->options.compute;
+    int64_t q = s->heads * s->head_dim, kv = s->kv_heads * s->head_dim;
+    return (struct attention){.rows = d->blocks * s->block_size,
+                              .block_size = s->block_size,
+                              .context = d->row->tokens,
+                              .heads = s->heads,
+                              .kv_heads = s->kv_heads,
+                              .head_dim = s->head_dim,
+                              .causal = layer->sliding && s->sliding_causal,
+                              .scale = 1.0f / sqrtf((float)s->head_dim),
+                              .type = type,
+                              .q = layer->q,
+                              .k_block = layer->key,
+                              .v_block = dflash_at(layer->qkv_rows, type, q + kv),
+                              .k_context = layer->context_k,
+                              .v_context = dflash_at(layer->context_kv, type, kv),
+                              .v_block_stride = q + 2 * kv,
+                              .v_context_stride = 2 * kv,
+                              .begin = layer->sliding ? b->begin_sliding : b->begin_full,
+                              .end = b->end,
+                              .out = layer->attention,
+                              .lse = layer->lse};
+}
+
+static void load_features(struct dflash *d, const struct backend *backend, struct stream *stream,
+                          uint64_t seed)
+{
+    const struct dflash_options *o = &d->options;
+    struct dflash_buffers *b = d->buffers;
+    const struct row *row = d->row;
+    size_t tokens = (size_t)row->tokens;
+    enum noise_kind noise = o->training ? o->noise : NOISE_KIND_NONE;
+    if (noise != NOISE_KIND_NONE) {
+        for (int64_t document = 0; document < row->documents; document++) {
+            struct rng_key key = rng_key_make(seed, row->epoch, row->doc_ids[document], RNG_NOISE);
+            for (int64_t t = row->doc_offsets[document]; t < row->doc_offsets[document + 1]; t++) {
+                b->h_noise_key[2 * t] = key.word[0];
+                b->h_noise_key[2 * t + 1] = key.word[1];
+            }
+        }
+        backend->copy_in(stream, b->noise_key, b->h_noise_key, tokens * 2 * sizeof(uint32_t));
+    }
+    backend->copy_in(stream, b->positions, row->positions, tokens * sizeof(int32_t));
+    backend->copy_in(stream, b->blank, row->blank, tokens);
+    backend->kernels->context_load(stream, &(struct context_load){.tokens = row->tokens,
+                                                                  .planes = o->planes,
+                                                                  .layers = o->sizes->features,
+                                                                  .hidden = o->sizes->hidden,
+                                                                  .in = d->features,
+                                                                  .plane = o->plane,
+                                                                  .type = o->compute,
+                                                                  .out = b->context_in,
+                                                                  .noise = noise,
+                                                                  .noise_std = o->noise_std,
+                                                                  .noise_key = b->noise_key,
+                                                                  .positions = b->positions,
+                                                                  .blank = b->blank});
+}
+
+void dflash_noise(const struct dflash *d, const struct row *row, uint64_t seed, float *out)
+{
+    const struct dflash_options *o = &d->options;
+    int64_t layers = o->sizes->features, hidden = o->sizes->hidden;
+    for (int64_t document = 0; document < row->documents; document++) {
+        struct rng_key key = rng_key_make(seed, row->epoch, row->doc_ids[document], RNG_NOISE);
+        for (int64_t t = row->doc_offsets[document]; t < row->doc_offsets[document + 1]; t++)
+            for (int64_t i = 0; i < layers * hidden; i++) {
+                uint64_t counter = (uint64_t)(row->positions[t] * layers * hidden + i);
+                float draw = o->noise == NOISE_KIND_NORMAL
+                                 ? rng_normal(key, counter)
+                                 : 2.0f * rng_uniform(key, counter) - 1.0f;
+                out[t * layers * hidden + i] = o->noise_std * draw;
+            }
+    }
+}
+
+void dflash_context_forward(struct dflash *d, const struct backend *backend, struct stream *stream,
+                            const struct row *row, const bf16 *features, uint64_t seed)
+{
+    const struct dflash_options *o = &d->options;
+    const struct dflash_sizes *s = o->sizes;
+    struct dflash_buffers *b = d->buffers;
+    int64_t t = row->tokens, kv = s->kv_heads * s->head_dim;
+    if (t > o->max_tokens)
+        BUG("a row of %lld tokens, planned for %lld", (long long)t, (long long)o->max_tokens);
+    d->row = row;
+    d->features = features;
+    load_features(d, backend, stream, seed);
+    dflash_linear(d, backend, stream, t, b->context_in, &b->fc, NULL, b->fused);
+    struct rms_norm norm = dflash_norm(d, t, b->fused, &b->hidden_norm, b->context, b->fused_rstd);
+    backend->kernels->rms_norm_forward(stream, &norm);
+    for (int64_t l = 0; l < s->layers; l++) {
+        struct dflash_layer *layer = &d->layers[l];
+        struct dflash_tensor both = layer->k; // k and v are joined
+        both.rows = 2 * kv;
+        dflash_linear(d, backend, stream, t, b->context, &both, NULL, layer->context_kv);
+        struct norm_rope rope = dflash_norm_rope(d, t, s->kv_heads, layer->context_kv, 2 * kv,
+                                                 &layer->k_norm, b->positions, layer->context_k);
+        backend->kernels->norm_rope_forward(stream, &rope);
+        if (!o->training)
+            continue;
+        size_t bytes = (size_t)(t * kv) * sizeof(float);
+        backend->zero(stream, layer->dcontext_k, bytes);
+        backend->zero(stream, layer->dcontext_v, bytes);
+    }
+}
+
+// Token ids, positions and context bounds of the group's rows.
+static void group_inputs(struct dflash *d, const struct backend *backend, struct stream *stream,
+                         const int32_t *anchors, int64_t count)
+{
+    const struct dflash_sizes *s = d->options.sizes;
+    const struct row *row = d->row;
+    struct dflash_buffers *b = d->buffers;
+    int64_t n = count * s->block_size, capacity = d->options.group_rows;
+    int32_t *ids = d->h_index, *positions = ids + capacity, *full = positions + capacity,
+            *sliding = full + capacity, *end = sliding + capacity;
+    for (int64_t block = 0, r = 0; block < count; block++)
+        for (int64_t k = 0; k < s->block_size; k++, r++) {
+            int32_t anchor = anchors[block];
+            ids[r] = k == 0 ? row->input_ids[anchor] : (int32_t)s->mask_token_id;
+            positions[r] = row->positions[anchor] + (int32_t)k;
+            context_range(row, anchor, k, 0, s->window_origin, &full[r], &end[r]);
+            context_range(row, anchor, k, s->window, s->window_origin, &sliding[r], &end[r]);
+        }
+    size_t bytes = (size_t)n * sizeof(int32_t);
+    backend->copy_in(stream, b->ids, ids, bytes);
+    backend->copy_in(stream, b->row_positions, positions, bytes);
+    backend->copy_in(stream, b->begin_full, full, bytes);
+    backend->copy_in(stream, b->begin_sliding, sliding, bytes);
+    backend->copy_in(stream, b->end, end, bytes);
+}
+
+void dflash_layer_forward(struct dflash *d, const struct backend *backend, struct stream *stream,
+                          int64_t l, void *out)
+{
+    const struct dflash_sizes *s = d->options.sizes;
+    struct dflash_layer *layer = &d->layers[l];
+    struct dflash_buffers *b = d->buffers;
+    enum dtype type = d->options.compute;
+    int64_t n = d->blocks * s->block_size, q = s->heads * s->head_dim;
+    int64_t kv = s->kv_heads * s->head_dim, stride = q + 2 * kv;
+
+    struct rms_norm norm =
+        dflash_norm(d, n, layer->x, &layer->input_norm, layer->n1, layer->input_rstd);
+    backend->kernels->rms_norm_forward(stream, &norm);
+    dflash_linear(d, backend, stream, n, layer->n1, &layer->qkv, NULL, layer->qkv_rows);
+    struct norm_rope rope = dflash_norm_rope(d, n, s->heads, layer->qkv_rows, stride,
+                                             &layer->q_norm, b->row_positions, layer->q);
+    backend->kernels->norm_rope_forward(stream, &rope);
+    rope = dflash_norm_rope(d, n, s->kv_heads, dflash_at(layer->qkv_rows, type, q), stride,
+                            &layer->k_norm, b->row_positions, layer->key);
+    backend->kernels->norm_rope_forward(stream, &rope);
+    struct attention attention = dflash_attention(d, l);
+    backend->kernels->attention_forward(stream, &attention);
+    dflash_linear(d, backend, stream, n, layer->attention, &layer->o, layer->x, layer->mid);
+
+    norm = dflash_norm(d, n, layer->mid, &layer->post_norm, layer->n2, layer->post_rstd);
+    backend->kernels->rms_norm_forward(stream, &norm);
+    dflash_linear(d, backend, stream, n, layer->n2, &layer->gate_up, NULL, layer->gate_up_rows);
+    backend->kernels->swiglu_forward(stream, &(struct swiglu){.rows = n,
+                                                              .width = s->intermediate,
+                                                              .type = type,
+                                                              .gate_up = layer->gate_up_rows,
+                                                              .y = layer->act});
+    if (out != NULL)
+        dflash_linear(d, backend, stream, n, layer->act, &layer->down, layer->mid, out);
+}
+
+const void *dflash_group_forward(struct dflash *d, const struct backend *backend,
+                                 struct stream *stream, const int32_t *anchors, int64_t count)
+{
+    const struct dflash_options *o = &d->options;
+    const struct dflash_sizes *s = o->sizes;
+    struct dflash_buffers *b = d->buffers;
+    int64_t n = count * s->block_size;
+    if (n > o->group_rows)
+        BUG("a group of %lld rows, planned for %lld", (long long)n, (long long)o->group_rows);
+    d->blocks = count;
+    group_inputs(d, backend, stream, anchors, count);
+    backend->kernels->gather_rows(stream, &(struct gather_rows){.rows = n,
+                                                                .width = s->hidden,
+                                                                .in = o->embed,
+                                                                .in_rows = o->embed_rows,
+                                                                .in_stride = s->hidden,
+                                                                .in_type = o->compute,
+                                                                .out_type = o->compute,
+                                                                .index = b->ids,
+                                                                .scale = o->embed_scale,
+                                                                .out = d->layers[0].x});
+    for (int64_t l = 0; l < s->layers; l++)
+        dflash_layer_forward(d, backend, stream, l,
+                             l + 1 < s->layers ? d->layers[l + 1].x : b->last);
+    struct rms_norm norm = dflash_norm(d, n, b->last, &b->norm, b->hidden, b->last_rstd);
+    backend->kernels->rms_norm_forward(stream, &norm);
+    return b->hidden;
+}

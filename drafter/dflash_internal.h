@@ -1,0 +1,96 @@
+// Buffers of the DFlash drafter, shared by its forward and backward files.
+#ifndef DRAFTER_DFLASH_INTERNAL_H
+#define DRAFTER_DFLASH_INTERNAL_H
+
+#include "drafter/dflash.h"
+
+// Weights and gradients of a tensor; a matrix [rows, columns].
+struct dflash_tensor {
+    const void *weight;
+    float *grad;
+    int64_t rows, columns;
+};
+
+struct dflash_layer {
+    struct dflash_tensor input_norm, qkv, q_norm, k_norm, o, post_norm, gate_up, down;
+    struct dflash_tensor k, v; // parts of qkv, for the context
+    bool sliding;
+    // context, kept from forward to the last group's backward
+    void *context_kv;  // [T, 2 * kv_heads * head_dim] keys before norm and rope, then values
+    void *context_k;   // [T, kv_heads * head_dim]
+    float *dcontext_k; // fp32 [T, kv_heads * head_dim] gradient, summed over groups
+    float *dcontext_v; // fp32 [T, kv_heads * head_dim]
+    // block rows of the group; which of them are a layer's own and which shared: recompute level
+    void *x;            // [N, H] input
+    float *input_rstd;  // [N]
+    void *n1;           // [N, H] after input_layernorm
+    void *qkv_rows;     // [N, (heads + 2 kv_heads) * head_dim]
+    void *q;            // [N, heads * head_dim] after norm and rope
+    void *key;          // [N, kv_heads * head_dim]
+    void *attention;    // [N, heads * head_dim]
+    float *lse;         // [N, heads]
+    void *mid;          // [N, H] after the attention residual
+    float *post_rstd;   // [N]
+    void *n2;           // [N, H] after post_attention_layernorm
+    void *gate_up_rows; // [N, 2 * intermediate]
+    void *act;          // [N, intermediate]
+};
+
+struct dflash_buffers {
+    struct dflash_tensor fc, hidden_norm, norm;
+    float *cos, *sin; // [max_tokens + B, head_dim / 2]
+    // context
+    void *context_in;    // [T, L * H]
+    void *fused;         // [T, H] fc output
+    float *fused_rstd;   // [T]
+    void *context;       // [T, H] c
+    int32_t *positions;  // [T]
+    uint32_t *noise_key; // [T, 2]
+    uint8_t *blank;      // [T]
+    // group
+    int32_t *ids, *row_positions; // [N]
+    int32_t *begin_full, *end;    // [N]
+    int32_t *begin_sliding;       // [N]
+    void *last;                   // [N, H] output of the last layer
+    float *last_rstd;             // [N]
+    void *hidden;                 // [N, H] after the final norm
+    // backward
+    void *dhidden;         // [N, H]
+    void *dx;              // [N, H] gradient of the residual stream
+    void *dnorm;           // [N, H]
+    void *dact;            // [N, max(intermediate, heads * head_dim)]
+    void *dgate_up;        // [N, 2 * intermediate]
+    void *dattention;      // [N, heads * head_dim]
+    void *dq, *dkey;       // [N, heads * head_dim], [N, kv_heads * head_dim]
+    void *dqkv;            // [N, (heads + 2 kv_heads) * head_dim]
+    float *delta;          // [N, heads]
+    float *dcontext;       // fp32 [T, H]
+    void *dcontext_rows;   // [T, H] compute dtype
+    void *dk_raw, *dv_raw; // [T, kv_heads * head_dim]
+    float *norm_scratch;   // [RMS_NORM_PARTS, max(H, head_dim)]
+    uint32_t *h_noise_key; // host
+};
+
+// Pointer `elements` into an array of dtype.
+const void *dflash_at(const void *base, enum dtype type, int64_t elements);
+void *dflash_at_mutable(void *base, enum dtype type, int64_t elements);
+
+// out[rows, weight.rows] = in[rows, weight.columns] weight^T (+ add)
+void dflash_linear(const struct dflash *d, const struct backend *backend, struct stream *stream,
+                   int64_t rows, const void *in, const struct dflash_tensor *weight,
+                   const void *add, void *out);
+// din[rows, columns] = dout weight; weight.grad += dout^T in. din may be NULL. ld_dout 0: packed.
+void dflash_linear_backward(const struct dflash *d, const struct backend *backend,
+                            struct stream *stream, int64_t rows, const void *dout, const void *in,
+                            const struct dflash_tensor *weight, void *din);
+// Layer `l` from its x to `out`, filling the layer's buffers.
+void dflash_layer_forward(struct dflash *d, const struct backend *backend, struct stream *stream,
+                          int64_t l, void *out);
+struct rms_norm dflash_norm(const struct dflash *d, int64_t rows, const void *x,
+                            const struct dflash_tensor *norm, void *y, float *rstd);
+struct attention dflash_attention(const struct dflash *d, int64_t l);
+struct norm_rope dflash_norm_rope(const struct dflash *d, int64_t rows, int64_t heads,
+                                  const void *x, int64_t stride, const struct dflash_tensor *norm,
+                                  const int32_t *positions, void *y);
+
+#endif

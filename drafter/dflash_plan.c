@@ -1,0 +1,206 @@
+// Owns the drafter's buffers: which exist, how large, which layers share them.
+#include "drafter/dflash_internal.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "base/log.h"
+
+const void *dflash_at(const void *base, enum dtype type, int64_t elements)
+{
+    return (const unsigned char *)base + (size_t)elements * dtype_size(type);
+}
+
+void *dflash_at_mutable(void *base, enum dtype type, int64_t elements)
+{
+    return (unsigned char *)base + (size_t)elements * dtype_size(type);
+}
+
+static struct dflash_tensor find(const struct dflash_options *o, const char *name)
+{
+    const struct param *param = params_find(o->params, name);
+    if (param == NULL)
+        BUG("no parameter %s", name);
+    return (struct dflash_tensor){
+        .weight = dflash_at(o->weights, o->compute, param->offset),
+        .grad = o->grads != NULL ? o->grads + param->offset : NULL,
+        .rows = param->shape[0],
+        .columns = param->dims == 2 ? param->shape[1] : 1,
+    };
+}
+
+static struct dflash_tensor find_in_layer(const struct dflash_options *o, int64_t layer,
+                                          const char *name)
+{
+    char full[96];
+    snprintf(full, sizeof(full), "layers.%lld.%s", (long long)layer, name);
+    return find(o, full);
+}
+
+static void bind_layer(struct dflash_layer *layer, const struct dflash_options *o, int64_t l)
+{
+    const struct dflash_sizes *s = o->sizes;
+    layer->sliding = s->sliding[l];
+    layer->input_norm = find_in_layer(o, l, "input_layernorm.weight");
+    layer->qkv = find_in_layer(o, l, "self_attn.q_proj.weight");
+    layer->qkv.rows = (s->heads + 2 * s->kv_heads) * s->head_dim; // q, k and v are joined
+    layer->k = find_in_layer(o, l, "self_attn.k_proj.weight");
+    layer->v = find_in_layer(o, l, "self_attn.v_proj.weight");
+    layer->q_norm = find_in_layer(o, l, "self_attn.q_norm.weight");
+    layer->k_norm = find_in_layer(o, l, "self_attn.k_norm.weight");
+    layer->o = find_in_layer(o, l, "self_attn.o_proj.weight");
+    layer->post_norm = find_in_layer(o, l, "post_attention_layernorm.weight");
+    layer->gate_up = find_in_layer(o, l, "mlp.gate_proj.weight");
+    layer->gate_up.rows = 2 * s->intermediate; // gate and up are joined
+    layer->down = find_in_layer(o, l, "mlp.down_proj.weight");
+}
+
+static void *take(struct arena *arena, const char *group, int64_t l, const char *name,
+                  enum dtype type, int64_t rows, int64_t columns)
+{
+    char full[64];
+    if (l < 0)
+        snprintf(full, sizeof(full), "%s", name);
+    else
+        snprintf(full, sizeof(full), "layers.%lld.%s", (long long)l, name);
+    return arena_take(arena, group, full, type, rows, columns, 1);
+}
+
+static void plan_context(struct dflash *d, struct arena *arena)
+{
+    const struct dflash_options *o = &d->options;
+    const struct dflash_sizes *s = o->sizes;
+    struct dflash_buffers *b = d->buffers;
+    int64_t t = o->max_tokens, h = s->hidden, kv = s->kv_heads * s->head_dim;
+    const char *group = "context";
+    b->cos = take(arena, group, -1, "rope_cos", DTYPE_F32, t + s->block_size, s->head_dim / 2);
+    b->sin = take(arena, group, -1, "rope_sin", DTYPE_F32, t + s->block_size, s->head_dim / 2);
+    b->context_in = take(arena, group, -1, "context_in", o->compute, t, s->features * h);
+    b->fused = take(arena, group, -1, "fused", o->compute, t, h);
+    b->fused_rstd = take(arena, group, -1, "fused_rstd", DTYPE_F32, t, 1);
+    b->context = take(arena, group, -1, "context", o->compute, t, h);
+    b->positions = take(arena, group, -1, "positions", DTYPE_I32, t, 1);
+    b->noise_key = take(arena, group, -1, "noise_key", DTYPE_I32, t, 2);
+    b->blank = take(arena, group, -1, "blank", DTYPE_U8, t, 1);
+    for (int64_t l = 0; l < s->layers; l++) {
+        struct dflash_layer *layer = &d->layers[l];
+        layer->context_kv = take(arena, group, l, "context_kv", o->compute, t, 2 * kv);
+        layer->context_k = take(arena, group, l, "context_k", o->compute, t, kv);
+        if (!o->training)
+            continue;
+        layer->dcontext_k = take(arena, group, l, "dcontext_k", DTYPE_F32, t, kv);
+        layer->dcontext_v = take(arena, group, l, "dcontext_v", DTYPE_F32, t, kv);
+    }
+    if (!o->training)
+        return;
+    b->dcontext = take(arena, group, -1, "dcontext", DTYPE_F32, t, h);
+    b->dcontext_rows = take(arena, group, -1, "dcontext_rows", o->compute, t, h);
+    b->dk_raw = take(arena, group, -1, "dk_raw", o->compute, t, kv);
+    b->dv_raw = take(arena, group, -1, "dv_raw", o->compute, t, kv);
+}
+
+// A buffer of layer l that is the layer's own when `own`, else the first layer's.
+#define LAYER_BUFFER(own, field, name, type, columns)                                              \
+    layer->field = (own) || l == 0 ? take(arena, "activations", l, name, type, n, columns)         \
+                                   : d->layers[0].field
+
+static void plan_layers(struct dflash *d, struct arena *arena)
+{
+    const struct dflash_options *o = &d->options;
+    const struct dflash_sizes *s = o->sizes;
+    int64_t n = o->group_rows, h = s->hidden, q = s->heads * s->head_dim;
+    int64_t kv = s->kv_heads * s->head_dim;
+    bool keep = o->training && o->recompute != RECOMPUTE_LEVEL_LAYER;
+    bool keep_cheap = o->training && o->recompute == RECOMPUTE_LEVEL_NONE;
+    for (int64_t l = 0; l < s->layers; l++) {
+        struct dflash_layer *layer = &d->layers[l];
+        layer->x = take(arena, "activations", l, "x", o->compute, n, h);
+        LAYER_BUFFER(keep, input_rstd, "input_rstd", DTYPE_F32, 1);
+        LAYER_BUFFER(keep_cheap, n1, "n1", o->compute, h);
+        LAYER_BUFFER(keep, qkv_rows, "qkv", o->compute, q + 2 * kv);
+        LAYER_BUFFER(keep, q, "q", o->compute, q);
+        LAYER_BUFFER(keep, key, "k", o->compute, kv);
+        LAYER_BUFFER(keep, attention, "attention", o->compute, q);
+        LAYER_BUFFER(keep, lse, "lse", DTYPE_F32, s->heads);
+        LAYER_BUFFER(keep, mid, "mid", o->compute, h);
+        LAYER_BUFFER(keep, post_rstd, "post_rstd", DTYPE_F32, 1);
+        LAYER_BUFFER(keep_cheap, n2, "n2", o->compute, h);
+        LAYER_BUFFER(keep, gate_up_rows, "gate_up", o->compute, 2 * s->intermediate);
+        LAYER_BUFFER(keep_cheap, act, "act", o->compute, s->intermediate);
+    }
+}
+
+static void plan_group(struct dflash *d, struct arena *arena)
+{
+    const struct dflash_options *o = &d->options;
+    const struct dflash_sizes *s = o->sizes;
+    struct dflash_buffers *b = d->buffers;
+    int64_t n = o->group_rows, h = s->hidden, q = s->heads * s->head_dim;
+    int64_t kv = s->kv_heads * s->head_dim;
+    const char *group = "activations";
+    b->ids = take(arena, group, -1, "ids", DTYPE_I32, n, 1);
+    b->row_positions = take(arena, group, -1, "row_positions", DTYPE_I32, n, 1);
+    b->begin_full = take(arena, group, -1, "begin_full", DTYPE_I32, n, 1);
+    b->begin_sliding = take(arena, group, -1, "begin_sliding", DTYPE_I32, n, 1);
+    b->end = take(arena, group, -1, "end", DTYPE_I32, n, 1);
+    b->last = take(arena, group, -1, "last", o->compute, n, h);
+    b->last_rstd = take(arena, group, -1, "last_rstd", DTYPE_F32, n, 1);
+    b->hidden = take(arena, group, -1, "hidden", o->compute, n, h);
+    if (!o->training)
+        return;
+    group = "backward";
+    b->dhidden = take(arena, group, -1, "dhidden", o->compute, n, h);
+    b->dx = take(arena, group, -1, "dx", o->compute, n, h);
+    b->dnorm = take(arena, group, -1, "dnorm", o->compute, n, h);
+    b->dact = take(arena, group, -1, "dact", o->compute, n, s->intermediate);
+    b->dgate_up = take(arena, group, -1, "dgate_up", o->compute, n, 2 * s->intermediate);
+    b->dattention = take(arena, group, -1, "dattention", o->compute, n, q);
+    b->dq = take(arena, group, -1, "dq", o->compute, n, q);
+    b->dkey = take(arena, group, -1, "dkey", o->compute, n, kv);
+    b->dqkv = take(arena, group, -1, "dqkv", o->compute, n, q + 2 * kv);
+    b->delta = take(arena, group, -1, "delta", DTYPE_F32, n, s->heads);
+    b->norm_scratch = take(arena, group, -1, "norm_scratch", DTYPE_F32, RMS_NORM_PARTS,
+                           h > s->head_dim ? h : s->head_dim);
+}
+
+void dflash_plan(struct dflash *d, const struct dflash_options *options, struct arena *arena)
+{
+    BUG_UNLESS(options->group_rows % options->sizes->block_size == 0);
+    *d = (struct dflash){.options = *options};
+    d->layers = memory_alloc((size_t)options->sizes->layers, sizeof(*d->layers));
+    d->buffers = memory_alloc(1, sizeof(*d->buffers));
+    const struct dflash_options *o = &d->options;
+    d->buffers->fc = find(o, "fc.weight");
+    d->buffers->hidden_norm = find(o, "hidden_norm.weight");
+    d->buffers->norm = find(o, "norm.weight");
+    for (int64_t l = 0; l < o->sizes->layers; l++)
+        bind_layer(&d->layers[l], o, l);
+    plan_context(d, arena);
+    plan_layers(d, arena);
+    plan_group(d, arena);
+}
+
+void dflash_open(struct dflash *d, const struct backend *backend, struct stream *stream)
+{
+    const struct dflash_sizes *s = d->options.sizes;
+    int64_t rows = d->options.max_tokens + s->block_size;
+    size_t count = (size_t)(rows * s->head_dim / 2);
+    float *table = memory_alloc(2 * count, sizeof(*table));
+    dflash_rope_table(s, rows, table, table + count);
+    backend->copy_in(stream, d->buffers->cos, table, count * sizeof(*table));
+    backend->copy_in(stream, d->buffers->sin, table + count, count * sizeof(*table));
+    backend->sync(stream);
+    free(table);
+    d->h_index = memory_alloc((size_t)d->options.group_rows * 5, sizeof(*d->h_index));
+    d->buffers->h_noise_key = memory_alloc((size_t)d->options.max_tokens * 2, sizeof(uint32_t));
+}
+
+void dflash_close(struct dflash *d)
+{
+    if (d->buffers != NULL)
+        free(d->buffers->h_noise_key);
+    free(d->buffers);
+    free(d->layers);
+    free(d->h_index);
+    *d = (struct dflash){0};
+}
