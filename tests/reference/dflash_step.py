@@ -151,8 +151,9 @@ def attention_mask(row, shape, anchors, layer_type):
         for k in range(B):
             first = start
             if sliding:
-                origin = anchor + k if shape.window_origin == "query" else anchor
-                first = max(start, origin - shape.sliding_window + 1)
+                # From the query: kv > query - window. From the anchor, as speculators has it: kv >= anchor - window.
+                seen = anchor + k - shape.sliding_window + 1
+                first = max(start, seen if shape.window_origin == "query" else anchor - shape.sliding_window)
             mask[b * B + k, first:anchor] = True
             last = k if sliding and not shape.non_causal else B - 1
             mask[b * B + k, T + b * B : T + b * B + last + 1] = True
