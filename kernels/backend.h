@@ -19,6 +19,8 @@ struct stream; // an ordered queue of work with its workspace and library handle
 struct backend {
     const char *name; // "cpu", "cuda"
     const struct kernels *kernels;
+    // Which hardware and which numeric library, with version: what execution.json freezes.
+    void (*describe)(char *hardware, size_t hardware_size, char *library, size_t library_size);
     // Memory of this backend; die() when there is none. Contents are undefined (CPU: poisoned in
     // sanitizer builds).
     void *(*alloc)(size_t bytes);
@@ -32,8 +34,10 @@ struct backend {
     void (*copy)(struct stream *stream, void *to, const void *from, size_t bytes);
     void (*zero)(struct stream *stream, void *device, size_t bytes);
     void (*sync)(struct stream *stream);
-    // threads: CPU threads of this stream's work (CUDA ignores it). workspace: bytes for library
-    // calls, see stream_workspace_bytes.
+    // The least workspace that every op works with. More does not change results.
+    size_t (*stream_workspace_bytes)(int threads);
+    // threads: CPU threads of this stream's work (CUDA ignores it). Used by one thread at a time, on
+    // the CPU the one that opened it.
     struct stream *(*stream_open)(int threads, size_t workspace_bytes);
     void (*stream_close)(struct stream *stream);
 };

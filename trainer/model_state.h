@@ -18,6 +18,7 @@ struct counters {
     double best_accept_len_walk; // 0: none yet
     int64_t best_step;
     int64_t validations_without_better;
+    int64_t last_validation; // step of the last complete validation; -1: none yet
 };
 
 // Host memory: a snapshot for writing, or what was read.

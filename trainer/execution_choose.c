@@ -1,0 +1,67 @@
+// Owns the choices that a config leaves open: how the step is cut, and on what it runs.
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/log.h"
+#include "trainer/step.h"
+
+enum { CPU_GROUP_ROWS = 512, CUDA_GROUP_ROWS = 8192 };
+static const double cpu_chunk_bytes = 256e6, cuda_chunk_bytes = 4.6e9;
+
+static int64_t round_down(int64_t value, int64_t multiple)
+{
+    int64_t result = value / multiple * multiple;
+    return result > 0 ? result : multiple;
+}
+
+// The most block rows a row can need: every position an anchor.
+static int64_t most_rows(const struct config *config, const struct dflash_sizes *sizes)
+{
+    return (config->data.seq_len - 1) * sizes->block_size;
+}
+
+static void choose_cut(struct execution *e, const struct config *config,
+                       const struct dflash_sizes *sizes, bool cpu)
+{
+    int64_t group = config->memory.group_rows, chunk = config->memory.chunk_rows;
+    if (group == 0)
+        group = cpu ? CPU_GROUP_ROWS : CUDA_GROUP_ROWS;
+    if (group > most_rows(config, sizes))
+        group = most_rows(config, sizes);
+    e->group_rows = round_down(group, sizes->block_size);
+    if (chunk == 0) {
+        double logit = strcmp(e->logits, "bf16") == 0 ? 2.0 : 4.0;
+        chunk =
+            (int64_t)((cpu ? cpu_chunk_bytes : cuda_chunk_bytes) / (logit * (double)sizes->vocab));
+        if (chunk > 2 * e->group_rows)
+            chunk = 2 * e->group_rows; // students and as many teachers
+        if (chunk < 64)
+            chunk = 64;
+    }
+    e->chunk_rows = chunk < 2 ? 2 : chunk;
+}
+
+int execution_choose(struct execution *e, const struct config *config,
+                     const struct dflash_sizes *sizes, const struct backend *backend,
+                     struct error *err)
+{
+    bool cpu = backend == backend_cpu();
+    *e = (struct execution){.world_size = 1};
+    snprintf(e->device, sizeof(e->device), "%s", backend->name);
+    snprintf(e->compute, sizeof(e->compute), "%s",
+             config->run.compute == COMPUTE_BF16 ? "bf16" : "fp32");
+    snprintf(e->logits, sizeof(e->logits), "%s",
+             config->memory.logits == LOGITS_BF16 ? "bf16" : "fp32");
+    snprintf(e->recompute, sizeof(e->recompute), "%s",
+             config->memory.recompute == RECOMPUTE_LAYER   ? "layer"
+             : config->memory.recompute == RECOMPUTE_CHEAP ? "cheap"
+                                                           : "none");
+    if (config->run.compute == COMPUTE_FP32 && config->memory.logits == LOGITS_BF16)
+        return error_set(err, "memory.logits: bf16 needs run.compute: bf16");
+    e->threads =
+        config->parallel.threads > 0 ? config->parallel.threads : sysconf(_SC_NPROCESSORS_ONLN);
+    backend->describe(e->hardware, sizeof(e->hardware), e->library, sizeof(e->library));
+    choose_cut(e, config, sizes, cpu);
+    return 0;
+}

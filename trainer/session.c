@@ -1,0 +1,214 @@
+// Owns the opening of a model with its data, for all commands.
+#include "trainer/session.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/log.h"
+#include "data/prefetch.h"
+
+static int check_built(const struct config *config, struct error *err)
+{
+    if (config->drafter.kind != DRAFTER_DFLASH)
+        return error_set(err,
+                         "drafter.kind: eagle3 can not be trained by this version, only dflash");
+    if (config->drafter.init_from != NULL)
+        return error_set(err,
+                         "drafter.init_from: this version can not start from a released drafter");
+    if (config->target.path == NULL)
+        return error_set(err, "target.path: required; a target directory or Hugging Face model");
+    return 0;
+}
+
+static int open_documents(struct session *session, int needs, struct error *err)
+{
+    const struct config *config = session->config;
+    if (needs & SESSION_TRAIN) {
+        if (config->data.train.count == 0)
+            return error_set(err, "data.train: required; feature shards to train on");
+        if (documents_open(&session->train, &config->data.train, config->data.seq_len,
+                           config->data.on_bad_sample, err) != 0)
+            return error_prefix(err, "data.train");
+        session->has_train = true;
+    }
+    if ((needs & SESSION_VAL) && config->data.val.count > 0) {
+        if (documents_open(&session->val, &config->data.val, config->data.seq_len,
+                           config->data.on_bad_sample, err) != 0)
+            return error_prefix(err, "data.val");
+        session->has_val = true;
+    }
+    return 0;
+}
+
+static bool same_ids(const struct documents *a, const struct documents *b)
+{
+    return a->shard_layers == b->shard_layers &&
+           memcmp(a->layer_ids, b->layer_ids, (size_t)a->shard_layers * sizeof(*a->layer_ids)) == 0;
+}
+
+// Training and validation shards must be of one target and one layout.
+static int check_agreement(const struct session *session, struct error *err)
+{
+    const struct documents *a = &session->train, *b = &session->val;
+    if (!session->has_train || !session->has_val)
+        return 0;
+    if (a->planes != b->planes || a->hidden_size != b->hidden_size ||
+        a->last_hidden != b->last_hidden || !same_ids(a, b))
+        return error_set(err,
+                         "data.val: %s and %s of data.train differ in planes, layer ids, hidden "
+                         "size or last_hidden; extract both with the same settings",
+                         b->shards[0].path, a->shards[0].path);
+    return 0;
+}
+
+static int check_target(const struct session *session, struct error *err)
+{
+    const struct documents *d = session_documents(session);
+    const struct target *target = &session->target;
+    if (d->hidden_size != target->hidden_size)
+        return error_set(err, "%s: hidden_size %lld, but target %s has %lld", d->shards[0].path,
+                         (long long)d->hidden_size, target->path, (long long)target->hidden_size);
+    if (d->vocab_size != target->vocab_size)
+        return error_set(err, "%s: vocab_size %lld, but the head of target %s has %lld rows",
+                         d->shards[0].path, (long long)d->vocab_size, target->path,
+                         (long long)target->vocab_size);
+    return 0;
+}
+
+// Without a last hidden state there is no teacher.
+static int check_teacher(const struct session *session, struct error *err)
+{
+    const struct loss_config *loss = &session->config->loss;
+    if (session->last_plane >= 0)
+        return 0;
+    if (loss->kl + loss->reverse_kl + loss->js + loss->ce_teacher + loss->tv + loss->nla +
+            loss->lk >
+        0.0)
+        return error_set(err,
+                         "%s: last_hidden is absent, so there is no teacher: only loss.ce_data "
+                         "can have weight",
+                         session_documents(session)->shards[0].path);
+    return 0;
+}
+
+static int choose_backend(struct session *session, struct error *err)
+{
+    struct error why = {0};
+    const struct backend *cuda = backend_cuda(&why);
+    int device = session->config->run.device;
+    if (device == DEVICE_CUDA && cuda == NULL)
+        return error_set(err, "run.device: cuda: %s", why.text);
+    session->backend = device != DEVICE_CPU && cuda != NULL ? cuda : backend_cpu();
+    return 0;
+}
+
+const struct documents *session_documents(const struct session *session)
+{
+    return session->has_train ? &session->train : &session->val;
+}
+
+int session_open(struct session *session, struct config *config, int needs, struct error *err)
+{
+    *session = (struct session){.config = config};
+    if (check_built(config, err) != 0 || open_documents(session, needs, err) != 0)
+        return -1;
+    if (!session->has_train && !session->has_val)
+        return error_set(err, "data.val: required; feature shards to score");
+    if (target_open(&session->target, config->target.path, err) != 0)
+        return error_prefix(err, "target.path");
+    int64_t ids[DFLASH_MAX_LAYERS];
+    if (check_agreement(session, err) != 0 || check_target(session, err) != 0)
+        return -1;
+    const struct documents *documents = session_documents(session);
+    if (documents_select_planes(documents, &config->target.layer_ids, session->target.layers,
+                                session->plane, DFLASH_MAX_LAYERS, &session->features,
+                                &session->last_plane, err) != 0)
+        return error_prefix(err, "target.layer_ids");
+    if (check_teacher(session, err) != 0)
+        return -1;
+    for (int64_t l = 0; l < session->features; l++)
+        ids[l] = documents->layer_ids[session->plane[l]];
+    if (dflash_sizes_resolve(&session->sizes, &config->drafter, &session->target, ids,
+                             session->features, err) != 0)
+        return -1;
+    dflash_params(&session->sizes, &session->params);
+    session->target_name =
+        config->target.name != NULL ? config->target.name : documents->target_model;
+    if (choose_backend(session, err) != 0)
+        return -1;
+    return execution_choose(&session->execution, config, &session->sizes, session->backend, err);
+}
+
+void session_close(struct session *session)
+{
+    params_release(&session->params);
+    target_close(&session->target);
+    documents_close(&session->train);
+    documents_close(&session->val);
+}
+
+struct step_setup session_step_setup(const struct session *session, bool training)
+{
+    return (struct step_setup){.config = session->config,
+                               .execution = &session->execution,
+                               .backend = session->backend,
+                               .target = &session->target,
+                               .sizes = &session->sizes,
+                               .params = &session->params,
+                               .planes = session_documents(session)->planes,
+                               .plane = session->plane,
+                               .last_plane = session->last_plane,
+                               .last_hidden = session_documents(session)->last_hidden,
+                               .training = training};
+}
+
+struct validation_rows {
+    const struct session *session;
+    int64_t rows; // 0: all
+};
+
+static void validation_packing(void *context, uint64_t epoch, struct packing *packing)
+{
+    const struct validation_rows *wanted = context;
+    (void)epoch;
+    packing_make(packing, &wanted->session->val, wanted->session->config->data.seq_len, 0, 0,
+                 false);
+    if (wanted->rows > 0 && wanted->rows < packing->rows)
+        packing->rows = wanted->rows;
+}
+
+int session_validate(const struct session *session, struct step *step, int64_t rows,
+                     struct metrics *metrics, struct walk *walk, walk_block_fn *visit,
+                     void *context, struct error *err)
+{
+    const struct config *config = session->config;
+    struct validation_rows wanted = {session, rows};
+    struct prefetch_options options = {.depth = 1,
+                                       .threads = 1,
+                                       .on_bad_sample = config->data.on_bad_sample,
+                                       .seq_len = config->data.seq_len,
+                                       .host_alloc = session->backend->host_alloc,
+                                       .host_free = session->backend->host_free};
+    struct source *source = NULL;
+    struct prefetch *prefetch = NULL;
+    int status = -1;
+    if (source_open_shards(&source, &session->val, config->data.check_crc, err) != 0)
+        return -1;
+    if (prefetch_open(&prefetch, source, &options, validation_packing, &wanted, 0, 0, 1, err) != 0)
+        goto out;
+    struct row *row = NULL;
+    double wait = 0.0;
+    while ((status = prefetch_next(prefetch, &row, &wait, err)) == 1) {
+        int stopped = step_evaluate(step, row, metrics, walk, visit, context);
+        prefetch_return(prefetch, row);
+        if (stopped) {
+            status = 1;
+            break;
+        }
+    }
+out:
+    if (prefetch != NULL)
+        prefetch_close(prefetch);
+    source_close(source);
+    return status;
+}

@@ -1,0 +1,41 @@
+// What every command that touches a model opens: config, target, documents, sizes, parameters, backend.
+#ifndef TRAINER_SESSION_H
+#define TRAINER_SESSION_H
+
+#include "trainer/step.h"
+
+enum session_needs {
+    SESSION_TRAIN = 1, // training documents
+    SESSION_VAL = 2,   // validation documents
+};
+
+struct session {
+    struct config *config; // borrowed
+    struct target target;
+    struct documents train, val;
+    bool has_train, has_val;
+    int32_t plane[DFLASH_MAX_LAYERS];
+    int64_t features;      // L in use
+    int32_t last_plane;    // -1: none
+    struct dflash_sizes sizes;
+    struct params params;
+    const struct backend *backend;
+    struct execution execution;
+    const char *target_name; // for exports
+};
+
+// Opens everything and checks it against each other; nothing has been written when it fails, and every
+// fault is one of config or data (exit status 2).
+int session_open(struct session *session, struct config *config, int needs, struct error *err);
+void session_close(struct session *session);
+// Documents whose planes, head and so on a step is set up for: train if open, else val.
+const struct documents *session_documents(const struct session *session);
+struct step_setup session_step_setup(const struct session *session, bool training);
+
+// Rows of the validation shards: the documents' own order, `rows` at most (0: all). Scores them with
+// `step` and adds up. Returns 0, 1 when stopped, -1 with err.
+int session_validate(const struct session *session, struct step *step, int64_t rows,
+                     struct metrics *metrics, struct walk *walk, walk_block_fn *visit,
+                     void *context, struct error *err);
+
+#endif

@@ -1,0 +1,444 @@
+// Owns the optimizer step on one rank: memory, micro-steps, anchor groups, update.
+#include "trainer/step.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/log.h"
+#include "base/timer.h"
+
+static enum dtype compute_type(const struct step_setup *setup)
+{
+    return strcmp(setup->execution->compute, "bf16") == 0 ? DTYPE_BF16 : DTYPE_F32;
+}
+
+static enum recompute_level recompute_level(const struct execution *execution)
+{
+    if (strcmp(execution->recompute, "layer") == 0)
+        return RECOMPUTE_LEVEL_LAYER;
+    return strcmp(execution->recompute, "cheap") == 0 ? RECOMPUTE_LEVEL_CHEAP
+                                                      : RECOMPUTE_LEVEL_NONE;
+}
+
+static void plan_state(struct step *step, struct arena *arena)
+{
+    const struct step_setup *s = &step->setup;
+    int64_t elements = s->params->elements;
+    enum dtype type = compute_type(s);
+    step->master = arena_take(arena, "optimizer", "master", DTYPE_F32, elements, 1, 1);
+    step->weights = step->master;
+    if (type != DTYPE_F32)
+        step->weights = arena_take(arena, "weights", "weights", type, elements, 1, 1);
+    if (s->training) {
+        step->m = arena_take(arena, "optimizer", "adam_m", DTYPE_F32, elements, 1, 1);
+        step->v = arena_take(arena, "optimizer", "adam_v", DTYPE_F32, elements, 1, 1);
+        step->grads = arena_take(arena, "gradients", "grads", DTYPE_F32, elements, 1, 1);
+        step->squares =
+            arena_take(arena, "gradients", "squares", DTYPE_F64, (int64_t)s->params->count, 1, 1);
+        step->squares_scratch =
+            arena_take(arena, "gradients", "squares_scratch", DTYPE_F64, SUM_SQUARES_PARTS, 1, 1);
+    }
+    const struct target *t = s->target;
+    step->embed =
+        arena_take(arena, "target", "embed_tokens", type, t->embed.rows, t->hidden_size, 1);
+    step->head = step->embed;
+    if (!t->tied)
+        step->head = arena_take(arena, "target", "lm_head", type, t->head.rows, t->hidden_size, 1);
+    step->norm = arena_take(arena, "target", "norm", type, t->hidden_size, 1, 1);
+    step->features = arena_take(arena, "features", "hidden_states", DTYPE_BF16,
+                                s->config->data.seq_len, s->planes, t->hidden_size);
+}
+
+static void plan_model(struct step *step, struct arena *arena)
+{
+    const struct step_setup *s = &step->setup;
+    const struct config *config = s->config;
+    const struct target *t = s->target;
+    struct dflash_options drafter = {
+        .sizes = s->sizes,
+        .params = s->params,
+        .compute = compute_type(s),
+        .max_tokens = config->data.seq_len,
+        .group_rows = s->execution->group_rows,
+        .planes = s->planes,
+        .recompute = recompute_level(s->execution),
+        .training = s->training,
+        .noise = config->data.noise_std == 0.0             ? NOISE_KIND_NONE
+                 : config->data.noise_kind == NOISE_NORMAL ? NOISE_KIND_NORMAL
+                                                           : NOISE_KIND_UNIFORM,
+        .noise_std = (float)config->data.noise_std,
+        .embed_scale = t->embed_scale,
+        .weights = step->weights,
+        .grads = step->grads,
+        .embed = step->embed,
+        .embed_rows = t->embed.rows,
+    };
+    memcpy(drafter.plane, s->plane, (size_t)s->sizes->features * sizeof(*s->plane));
+    dflash_plan(&step->dflash, &drafter, arena);
+    struct loss_options loss = {
+        .config = &config->loss,
+        .hidden = t->hidden_size,
+        .vocab = t->vocab_size,
+        .block_size = s->sizes->block_size,
+        .group_rows = s->execution->group_rows,
+        .chunk_rows = s->execution->chunk_rows,
+        .compute = compute_type(s),
+        .logits = strcmp(s->execution->logits, "bf16") == 0 ? DTYPE_BF16 : DTYPE_F32,
+        .has_teacher = s->last_plane >= 0,
+        .teacher_norm = s->last_hidden == LAST_HIDDEN_PRE_NORM,
+        .norm_eps = (float)t->rms_norm_eps,
+        .norm_weight_offset = t->norm_weight_offset,
+        .logit_scale = t->logit_scale,
+        .head = step->head,
+        .norm = step->norm,
+    };
+    loss_plan(&step->loss, &loss, arena);
+}
+
+// One pass over all buffers: the first sizes the arena, the second carves it.
+static void plan_pass(struct step *step, struct arena *arena)
+{
+    plan_state(step, arena);
+    plan_model(step, arena);
+}
+
+void step_plan(struct arena *arena, const struct step_setup *setup)
+{
+    struct step step = {.setup = *setup};
+    plan_pass(&step, arena);
+    dflash_close(&step.dflash);
+}
+
+static void convert_frozen(const void *from, enum dtype from_type, int64_t count, void *to,
+                           enum dtype to_type)
+{
+    for (int64_t i = 0; i < count; i++) {
+        float value = from_type == DTYPE_BF16 ? bf16_to_float(((const bf16 *)from)[i])
+                                              : ((const float *)from)[i];
+        if (to_type == DTYPE_BF16)
+            ((bf16 *)to)[i] = bf16_from_float(value);
+        else
+            ((float *)to)[i] = value;
+    }
+}
+
+// Copies a target tensor into backend memory in compute dtype, in pieces through a host buffer.
+static void load_frozen(struct step *step, const struct target_tensor *tensor, void *to)
+{
+    const struct backend *backend = step->setup.backend;
+    enum dtype type = compute_type(&step->setup);
+    int64_t count = tensor->rows * tensor->columns, piece = 1 << 20;
+    unsigned char *buffer = memory_alloc((size_t)piece, 4);
+    for (int64_t at = 0; at < count; at += piece) {
+        int64_t n = count - at < piece ? count - at : piece;
+        const unsigned char *from =
+            (const unsigned char *)tensor->data + (size_t)at * dtype_size(tensor->dtype);
+        convert_frozen(from, tensor->dtype, n, buffer, type);
+        backend->copy_in(step->stream, (unsigned char *)to + (size_t)at * dtype_size(type), buffer,
+                         (size_t)n * dtype_size(type));
+        backend->sync(step->stream);
+    }
+    free(buffer);
+}
+
+static void open_host(struct step *step)
+{
+    const struct step_setup *s = &step->setup;
+    const struct config *config = s->config;
+    size_t tokens = (size_t)config->data.seq_len, rows = (size_t)s->execution->group_rows;
+    step->layout = (struct block_layout){.block_size = s->sizes->block_size,
+                                         .predict_from_anchor = s->sizes->predict_from_anchor,
+                                         .tail = config->anchors.tail,
+                                         .slot_mask = config->loss.slot_mask,
+                                         .slot_weight = config->loss.slot_weight,
+                                         .slot_decay_gamma = config->loss.slot_decay_gamma};
+    anchor_scratch_open(&step->anchor_scratch, config->data.seq_len);
+    step->anchors = memory_alloc(tokens, sizeof(*step->anchors));
+    step->accepted = memory_alloc(tokens, sizeof(*step->accepted));
+    step->slots = memory_alloc(rows, sizeof(*step->slots));
+    step->h_squares = memory_alloc(s->params->count, sizeof(*step->h_squares));
+    slot_results_open(&step->results, s->execution->group_rows);
+    loss_open(&step->loss);
+}
+
+int step_open(struct step *step, const struct step_setup *setup, struct error *err)
+{
+    (void)err;
+    *step = (struct step){.setup = *setup};
+    const struct backend *backend = setup->backend;
+    int threads = (int)setup->execution->threads;
+    step->stream = backend->stream_open(threads, backend->stream_workspace_bytes(threads));
+    arena_init(&step->arena);
+    plan_pass(step, &step->arena);
+    dflash_close(&step->dflash);
+    step->memory = backend->alloc(step->arena.bytes);
+    arena_place(&step->arena, step->memory, step->arena.bytes);
+    plan_pass(step, &step->arena);
+    open_host(step);
+    dflash_open(&step->dflash, backend, step->stream);
+    load_frozen(step, &setup->target->embed, step->embed);
+    if (!setup->target->tied)
+        load_frozen(step, &setup->target->head, step->head);
+    load_frozen(step, &setup->target->norm, step->norm);
+    return 0;
+}
+
+void step_close(struct step *step)
+{
+    dflash_close(&step->dflash);
+    loss_close(&step->loss);
+    slot_results_close(&step->results);
+    anchor_scratch_close(&step->anchor_scratch);
+    free(step->anchors);
+    free(step->accepted);
+    free(step->slots);
+    free(step->h_squares);
+    if (step->memory != NULL)
+        step->setup.backend->free(step->memory);
+    if (step->stream != NULL)
+        step->setup.backend->stream_close(step->stream);
+    arena_release(&step->arena);
+    *step = (struct step){0};
+}
+
+void step_load(struct step *step, const struct model_state *state)
+{
+    const struct backend *backend = step->setup.backend;
+    size_t bytes = (size_t)step->setup.params->elements * sizeof(float);
+    backend->copy_in(step->stream, step->master, state->master, bytes);
+    if (step->setup.training) {
+        backend->copy_in(step->stream, step->m, state->m, bytes);
+        backend->copy_in(step->stream, step->v, state->v, bytes);
+    }
+    if (step->weights != (void *)step->master)
+        backend->kernels->convert(step->stream,
+                                  &(struct convert){.count = step->setup.params->elements,
+                                                    .from = step->master,
+                                                    .to = step->weights,
+                                                    .from_type = DTYPE_F32,
+                                                    .to_type = compute_type(&step->setup)});
+    backend->sync(step->stream);
+}
+
+void step_save(struct step *step, struct model_state *state)
+{
+    const struct backend *backend = step->setup.backend;
+    size_t bytes = (size_t)step->setup.params->elements * sizeof(float);
+    backend->copy_out(step->stream, state->master, step->master, bytes);
+    backend->copy_out(step->stream, state->m, step->m, bytes);
+    backend->copy_out(step->stream, state->v, step->v, bytes);
+    backend->sync(step->stream);
+}
+
+void step_begin(struct step *step)
+{
+    step->setup.backend->zero(step->stream, step->grads,
+                              (size_t)step->setup.params->elements * sizeof(float));
+    step->metrics = (struct metrics){0};
+    step->seconds = (struct step_seconds){0};
+    step->rows = 0;
+}
+
+// Time since *mark, which moves to now.
+static double lap(struct step *step, double *mark)
+{
+    double now = timer_now(), before = *mark;
+    (void)step;
+    *mark = now;
+    return now - before;
+}
+
+static bool stopped(const struct step *step)
+{
+    return step->stop != NULL && step->stop(step->stop_context);
+}
+
+// One group: blocks anchors[first .. first + count). Its scored slots are counted into metrics.
+static void run_group(struct step *step, const struct row *row, int64_t first, int64_t count,
+                      bool gradient, bool last, struct metrics *metrics)
+{
+    const struct step_setup *s = &step->setup;
+    const struct backend *backend = s->backend;
+    double mark = timer_now();
+    const void *hidden =
+        dflash_group_forward(&step->dflash, backend, step->stream, step->anchors + first, count);
+    step->seconds.forward += lap(step, &mark);
+    int64_t slots = slots_make(row, &step->layout, step->anchors + first, count, step->slots);
+    struct loss_group group = {.rows = count * s->sizes->block_size,
+                               .hidden = hidden,
+                               .features = step->features,
+                               .tokens = row->tokens,
+                               .planes = s->planes,
+                               .last_plane = s->last_plane,
+                               .slots = step->slots,
+                               .slot_count = slots,
+                               .dhidden = gradient ? dflash_group_gradient(&step->dflash) : NULL};
+    loss_group_run(&step->loss, backend, step->stream, &group, &step->results);
+    metrics_count_slots(metrics, step->slots, slots, &step->results, count, step->accepted + first);
+    if (step->observer != NULL)
+        step->observer->group(step->observer->context, first, step->slots, slots, &step->results);
+    step->seconds.loss += lap(step, &mark);
+    if (gradient)
+        dflash_group_backward(&step->dflash, backend, step->stream, last);
+    step->seconds.backward += lap(step, &mark);
+}
+
+// Context, then all groups of step->anchors[0 .. count). 1: stopped.
+static int run_row(struct step *step, const struct row *row, int64_t count, bool gradient,
+                   struct metrics *metrics)
+{
+    const struct step_setup *s = &step->setup;
+    int64_t per_group = s->execution->group_rows / s->sizes->block_size;
+    double mark = timer_now();
+    s->backend->copy_in(step->stream, step->features, row->hidden,
+                        (size_t)(row->tokens * s->planes * s->target->hidden_size) * sizeof(bf16));
+    dflash_context_forward(&step->dflash, s->backend, step->stream, row, step->features,
+                           (uint64_t)s->config->run.seed);
+    step->seconds.forward += lap(step, &mark);
+    for (int64_t first = 0; first < count; first += per_group) {
+        if (stopped(step))
+            return 1;
+        int64_t blocks = count - first < per_group ? count - first : per_group;
+        run_group(step, row, first, blocks, gradient, first + blocks >= count, metrics);
+    }
+    return 0;
+}
+
+// Supervised positions that at least one block predicts, up to the end of each block.
+static double covered_positions(const struct step *step, const struct row *row, int64_t count)
+{
+    const struct block_layout *layout = &step->layout;
+    int64_t covered = 0, done = 0; // positions before `done` have been counted
+    int64_t drafts = layout->block_size - (layout->predict_from_anchor ? 0 : 1);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t anchor = step->anchors[i];
+        int64_t end = row->doc_offsets[row->doc_of[anchor] + 1];
+        for (int64_t t = anchor + 1; t <= anchor + drafts && t < end; t++) {
+            if (t < done)
+                continue;
+            covered += row->loss_mask[t] != 0;
+            done = t + 1;
+        }
+    }
+    return (double)covered;
+}
+
+static void count_row(struct metrics *metrics, const struct row *row)
+{
+    metrics->rows += 1.0;
+    metrics->tokens += (double)row->tokens;
+    metrics->supervised += (double)row->supervised;
+    metrics->bad_documents += (double)row->bad_documents;
+}
+
+int step_row(struct step *step, const struct row *row)
+{
+    const struct step_setup *s = &step->setup;
+    int64_t valid = 0;
+    int64_t count =
+        anchors_draw(row, &step->layout, &s->config->anchors, (uint64_t)s->config->run.seed,
+                     &step->anchor_scratch, step->anchors, &valid);
+    count_row(&step->metrics, row);
+    step->metrics.anchors += (double)count;
+    step->metrics.valid_anchors += (double)valid;
+    step->metrics.covered += covered_positions(step, row, count);
+    if (step->observer != NULL)
+        step->observer->row(step->observer->context, row, step->anchors, count);
+    step->rows++;
+    if (count == 0)
+        return 0; // nothing to predict: this row adds zeros
+    return run_row(step, row, count, true, &step->metrics);
+}
+
+// Sum of squares of every gradient; the tensors' order fixes the order of additions.
+static double gradient_squares(struct step *step, char *nonfinite, size_t size)
+{
+    const struct params *params = step->setup.params;
+    const struct backend *backend = step->setup.backend;
+    for (size_t i = 0; i < params->count; i++)
+        backend->kernels->sum_squares(
+            step->stream, &(struct sum_squares){.count = params->items[i].count,
+                                                .x = step->grads + params->items[i].offset,
+                                                .result = step->squares + i,
+                                                .scratch = step->squares_scratch});
+    backend->copy_out(step->stream, step->h_squares, step->squares, params->count * sizeof(double));
+    backend->sync(step->stream);
+    double sum = 0.0;
+    for (size_t i = 0; i < params->count; i++) {
+        sum += step->h_squares[i];
+        if (!isfinite(step->h_squares[i]) && nonfinite[0] == '\0')
+            snprintf(nonfinite, size, "%s", params->items[i].name);
+    }
+    return sum;
+}
+
+static void update(struct step *step, double lr, int64_t applied_step, double grad_scale)
+{
+    const struct optimizer_config *o = &step->setup.config->optimizer;
+    const struct params *params = step->setup.params;
+    enum dtype type = compute_type(&step->setup);
+    for (size_t i = 0; i < params->count; i++) {
+        const struct param *param = &params->items[i];
+        unsigned char *copy = NULL;
+        if (step->weights != (void *)step->master)
+            copy = (unsigned char *)step->weights + (size_t)param->offset * dtype_size(type);
+        step->setup.backend->kernels->adamw(
+            step->stream, &(struct adamw){.count = param->count,
+                                          .param = step->master + param->offset,
+                                          .m = step->m + param->offset,
+                                          .v = step->v + param->offset,
+                                          .grad = step->grads + param->offset,
+                                          .copy = copy,
+                                          .copy_type = type,
+                                          .lr = lr,
+                                          .beta1 = o->betas.items[0],
+                                          .beta2 = o->betas.items[1],
+                                          .eps = o->eps,
+                                          .weight_decay = param->norm ? 0.0 : o->weight_decay,
+                                          .grad_scale = grad_scale,
+                                          .step = applied_step});
+    }
+    step->setup.backend->sync(step->stream);
+}
+
+void step_apply(struct step *step, double lr, int64_t applied_step, struct step_outcome *outcome)
+{
+    const struct config *config = step->setup.config;
+    double mark = timer_now();
+    *outcome = (struct step_outcome){.clip_factor = 1.0};
+    outcome->weight_sum =
+        config->loss.normalize == NORMALIZE_COUNT ? step->metrics.slots : step->metrics.weight;
+    if (!(outcome->weight_sum > 0.0)) {
+        outcome->empty = true;
+        return;
+    }
+    double squares = gradient_squares(step, outcome->tensor, sizeof(outcome->tensor));
+    outcome->grad_norm = sqrt(squares) / outcome->weight_sum;
+    if (!isfinite(outcome->grad_norm)) {
+        outcome->nonfinite = true;
+        return;
+    }
+    double clip = config->optimizer.grad_clip;
+    if (clip > 0.0 && outcome->grad_norm > clip)
+        outcome->clip_factor = clip / outcome->grad_norm;
+    update(step, lr, applied_step, outcome->clip_factor / outcome->weight_sum);
+    outcome->applied = true;
+    step->seconds.optimizer += lap(step, &mark);
+}
+
+int step_evaluate(struct step *step, const struct row *row, struct metrics *metrics,
+                  struct walk *walk, walk_block_fn *visit, void *context)
+{
+    const struct dflash_sizes *sizes = step->setup.sizes;
+    int64_t count = anchors_all(row, &step->layout, step->anchors);
+    count_row(metrics, row);
+    metrics->anchors += (double)count;
+    metrics->valid_anchors += (double)count;
+    metrics->covered += covered_positions(step, row, count);
+    if (count > 0 && run_row(step, row, count, false, metrics) != 0)
+        return 1;
+    int64_t drafts = sizes->block_size - (sizes->predict_from_anchor ? 0 : 1);
+    walk_row(walk, row, step->anchors, step->accepted, count, drafts, visit, context);
+    return 0;
+}

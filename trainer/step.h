@@ -1,0 +1,105 @@
+// One optimizer step: rows in, gradients summed over micro-steps and anchor groups, one AdamW update.
+// Owns the model's memory on the backend, planned and taken once. The same object scores rows for
+// validation.
+#ifndef TRAINER_STEP_H
+#define TRAINER_STEP_H
+
+#include "configs/config.h"
+#include "drafter/dflash.h"
+#include "loss/loss.h"
+#include "trainer/execution.h"
+#include "trainer/model_state.h"
+
+struct step_setup {
+    const struct config *config;
+    const struct execution *execution;
+    const struct backend *backend;
+    const struct target *target;
+    const struct dflash_sizes *sizes;
+    const struct params *params;
+    int64_t planes;         // P of the rows
+    const int32_t *plane;   // [sizes->features]
+    int32_t last_plane;     // -1: no last hidden state
+    enum last_hidden last_hidden;
+    bool training;          // false: scoring only, no gradients, no optimizer state
+};
+
+// What an observer sees of each anchor group, for traces and tests. Arrays are valid during the call.
+struct step_observer {
+    void *context;
+    // Anchors of a training row, before its first group. `row` counts rows since step_begin.
+    void (*row)(void *context, const struct row *row, const int32_t *anchors, int64_t count);
+    // Scored slots of a group; slot.block counts from first_block of the row's anchors.
+    void (*group)(void *context, int64_t first_block, const struct slot *slots, int64_t count,
+                  const struct slot_results *results);
+};
+
+struct step_seconds {
+    double forward, loss, backward, optimizer;
+};
+
+struct step {
+    struct step_setup setup;
+    struct stream *stream;
+    struct arena arena;       // the table of everything on the backend
+    void *memory;
+    // flat arrays [params->elements], backend memory
+    void *weights;            // compute dtype; the masters themselves when computing in fp32
+    float *master, *m, *v, *grads;
+    void *embed, *head, *norm; // frozen, compute dtype
+    bf16 *features;           // [seq_len, P, H]
+    double *squares, *squares_scratch; // [param count], [SUM_SQUARES_PARTS]
+    double *h_squares;
+    struct dflash dflash;
+    struct loss loss;
+    struct block_layout layout;
+    struct anchor_scratch anchor_scratch;
+    int32_t *anchors, *accepted; // [seq_len] host
+    struct slot *slots;       // [group_rows] host
+    struct slot_results results;
+    struct metrics metrics;   // since step_begin
+    struct step_seconds seconds;
+    int64_t rows;             // since step_begin
+    const struct step_observer *observer; // NULL: none
+    // Asked between groups; true: give up the running step.
+    bool (*stop)(void *context);
+    void *stop_context;
+};
+
+// Fills the plan without taking memory (arena table and sum) ...
+void step_plan(struct arena *arena, const struct step_setup *setup);
+// ... and takes it. Copies the target's embedding, head and norm in.
+int step_open(struct step *step, const struct step_setup *setup, struct error *err);
+void step_close(struct step *step);
+
+void step_load(struct step *step, const struct model_state *state);
+// Copies masters and moments into the snapshot (not the counters).
+void step_save(struct step *step, struct model_state *state);
+
+// Clears gradients and sums.
+void step_begin(struct step *step);
+// Adds a row's gradients. Returns 1 when stop() asked to give up (the gradients are then useless).
+int step_row(struct step *step, const struct row *row);
+
+struct step_outcome {
+    bool applied;
+    bool empty;               // sum of weights 0: nothing changed
+    bool nonfinite;           // nothing changed
+    char tensor[96];          // the first tensor whose gradient is not finite
+    double grad_norm;         // after normalisation, before clipping
+    double clip_factor;       // 1: not clipped
+    double weight_sum;        // what the gradient was divided by
+};
+// Normalises, clips, updates. applied_step counts updates from 1 (AdamW's bias correction).
+void step_apply(struct step *step, double lr, int64_t applied_step, struct step_outcome *outcome);
+
+// Scores every valid anchor of a row, adds to metrics and the walk; visit may be NULL. 1: stopped.
+int step_evaluate(struct step *step, const struct row *row, struct metrics *metrics,
+                  struct walk *walk, walk_block_fn *visit, void *context);
+
+// Group rows, chunk rows and recomputation that the config leaves open, and what the hardware is.
+int execution_choose(struct execution *execution, const struct config *config,
+                     const struct dflash_sizes *sizes, const struct backend *backend,
+                     struct error *err);
+
+#endif
