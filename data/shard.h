@@ -57,6 +57,14 @@ int shard_check_document(const struct shard *shard, int64_t document, const int3
                          const uint8_t *mask, const bf16 *hidden, bool check_crc,
                          struct error *err);
 
+// The same for the document's first `length` tokens, when it was cut: the CRC is then not looked at.
+int shard_check_prefix(const struct shard *shard, int64_t document, int64_t length,
+                       const int32_t *ids, const uint8_t *mask, const bf16 *hidden, bool check_crc,
+                       struct error *err);
+// What two shards of one data set must have in common: hidden size, vocabulary, layers, last hidden
+// state, target. Differences are added to err, a line each.
+int shard_compare(const struct shard *first, const struct shard *second, struct error *err);
+
 // Writing (tests, importers in C): arrays of the whole shard at once.
 struct shard_content {
     const char *target_model;
