@@ -9,10 +9,11 @@
 struct prefetch;
 
 struct prefetch_options {
-    int64_t depth; // rows ahead
+    int64_t depth; // rows ahead; depth + 1 rows are allocated, since one is with the step
     int threads;
     int on_bad_sample;
     int64_t seq_len;
+    double stall_seconds;        // how long no progress is borne; 0: 600
     void *(*host_alloc)(size_t); // NULL: malloc
     void (*host_free)(void *);
 };
@@ -26,11 +27,13 @@ int prefetch_open(struct prefetch **prefetch, struct source *source,
                   const struct prefetch_options *options, prefetch_epoch_fn *epoch_packing,
                   void *context, uint64_t first_epoch, int64_t first_row, uint64_t epoch_count,
                   struct error *err);
+// At any moment. A reader that is stuck in the kernel is left behind with its memory after a while.
 void prefetch_close(struct prefetch *prefetch);
 
 // Next row: 1 and *row (borrowed until prefetch_return), 0 at the end of all epochs, -1 on a bad
 // sample with `fail` or an unreadable file (err). *wait_seconds: how long the caller was kept waiting.
-// Waits are bounded: a reader that makes no progress for 600 seconds is an error naming the file.
+// Waits are bounded: readers that make no progress for stall_seconds are an error naming the file.
+// Errors stay: every later call returns the same one.
 int prefetch_next(struct prefetch *prefetch, struct row **row, double *wait_seconds,
                   struct error *err);
 void prefetch_return(struct prefetch *prefetch, struct row *row);

@@ -25,15 +25,16 @@ struct target {
     int64_t hidden_size; // H
     int64_t vocab_size;  // V: rows of the head
     int64_t layers;
+    // these are 0 where config.json does not give them
     int64_t num_attention_heads, num_key_value_heads, head_dim, intermediate_size;
     int64_t max_position_embeddings;
     double rms_norm_eps;
-    double rope_theta;
+    double rope_theta;        // 10000, the convention, where config.json does not give it
     bool tied;                // the head is the embedding
     float norm_weight_offset; // 1 where the family stores w - 1 (told by model_type), else 0
-    float embed_scale;        // embeddings are multiplied by this (Gemma); 1 else
-    float logit_scale; // logits are multiplied by this (Cohere, Granite: 1/logits_scaling); 1 else
-    int64_t *special_ids; // bos, eos (may be several), pad; those that are given
+    float embed_scale;        // embeddings are multiplied by this (Gemma, Granite); 1 else
+    float logit_scale;        // logits are multiplied by this (Granite: 1/logits_scaling); 1 else
+    int64_t *special_ids;     // bos, eos (may be several), pad; those that are given
     size_t special_count;
     struct target_tensor embed; // [rows >= V, H]
     struct target_tensor head;  // [V, H]

@@ -1,0 +1,465 @@
+// Owns the reader threads and the rows they fill. Rows are planned in order (which documents, where in
+// the row), their documents are read by any thread in any order, and rows are handed out in order.
+// Owns no order of documents (packing.c) and no file formats (source.c).
+#include "data/prefetch.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "base/log.h"
+#include "base/memory.h"
+#include "base/timer.h"
+
+enum place_state { PLACE_FREE, PLACE_READING, PLACE_READY, PLACE_BORROWED };
+
+// One row's memory and where its reading stands.
+struct place {
+    struct row row;
+    enum place_state state;
+    int64_t sequence; // its turn
+    int64_t claimed;  // documents given to readers
+    int64_t finished; // documents read
+    int64_t failed;   // first document that could not be used; -1: none
+    struct error error;
+};
+
+struct reader {
+    struct prefetch *prefetch;
+    pthread_t thread;
+    const struct document *document; // being read now, or NULL
+};
+
+struct prefetch {
+    struct source *source;
+    struct prefetch_options options;
+    prefetch_epoch_fn *epoch_packing;
+    void *context;
+
+    pthread_mutex_t lock;
+    pthread_cond_t changed; // anything below changed
+    struct place *places;   // [place_count]
+    int64_t place_count;
+    struct reader *readers; // [reader_count]
+    int reader_count;       // started
+    int readers_running;
+    bool stopping;
+    bool halted;       // a row failed: nothing more is planned
+    uint64_t progress; // grows with every document and every epoch's packing
+    int64_t skipped;
+    struct error stall; // "" while all is well
+
+    // the plan: next row to be planned. Only the thread that has set `planning` touches the packing.
+    bool planning, packed;
+    struct packing packing;
+    uint64_t epoch, epochs_left;
+    int64_t next_row;      // in the packing
+    int64_t next_sequence; // its turn
+    int64_t end_sequence;  // -1 until all epochs are planned
+    int64_t wanted;        // turn of the next row handed out
+};
+
+// ---- planning ---------------------------------------------------------------------------------------
+
+static void lay_out_row(const struct prefetch *prefetch, struct place *place)
+{
+    const struct documents *documents = prefetch->source->documents;
+    const struct packing *packing = &prefetch->packing;
+    struct row *row = &place->row;
+    int64_t begin = packing->row_offsets[prefetch->next_row];
+    row->documents = packing->row_offsets[prefetch->next_row + 1] - begin;
+    row->epoch = prefetch->epoch;
+    row->bad_documents = row->supervised = row->read_bytes = 0;
+    row->read_seconds = 0.0;
+    row->doc_offsets[0] = 0;
+    for (int64_t d = 0; d < row->documents; d++) {
+        const struct document *document = &documents->items[packing->document[begin + d]];
+        BUG_UNLESS(document->length > 0 && row->doc_offsets[d] + document->length <= row->capacity);
+        row->docs[d] = document;
+        row->doc_ids[d] = document->id;
+        row->doc_offsets[d + 1] = row->doc_offsets[d] + document->length;
+    }
+    row->tokens = row->doc_offsets[row->documents];
+}
+
+// Makes next_row a row that exists, going on to further epochs. False: there is none. Called with the
+// lock held, which is given up while an epoch is packed.
+static bool reach_next_row(struct prefetch *prefetch)
+{
+    while (!prefetch->packed || prefetch->next_row >= prefetch->packing.rows) {
+        if (prefetch->packed) {
+            BUG_UNLESS(prefetch->next_row == prefetch->packing.rows);
+            packing_release(&prefetch->packing);
+            prefetch->packed = false;
+            prefetch->next_row = 0;
+            prefetch->epoch++;
+            prefetch->epochs_left--;
+        }
+        if (prefetch->epochs_left == 0)
+            return false;
+        pthread_mutex_unlock(&prefetch->lock);
+        prefetch->epoch_packing(prefetch->context, prefetch->epoch, &prefetch->packing);
+        pthread_mutex_lock(&prefetch->lock);
+        prefetch->packed = true;
+        prefetch->progress++;
+        if (prefetch->stopping)
+            return false;
+    }
+    return true;
+}
+
+static void plan_row(struct prefetch *prefetch, struct place *place)
+{
+    prefetch->planning = true;
+    if (reach_next_row(prefetch)) {
+        lay_out_row(prefetch, place);
+        place->state = PLACE_READING;
+        place->sequence = prefetch->next_sequence++;
+        place->claimed = place->finished = 0;
+        place->failed = -1;
+        prefetch->next_row++;
+    } else {
+        prefetch->end_sequence = prefetch->next_sequence;
+    }
+    prefetch->planning = false;
+    pthread_cond_broadcast(&prefetch->changed);
+}
+
+// ---- reading ----------------------------------------------------------------------------------------
+
+// A bad document keeps its place, but nothing of it may reach a result: not even its ids, which may be
+// what is bad.
+static void blank_document(struct row *row, int64_t begin, int64_t length)
+{
+    size_t token_values = (size_t)(row->planes * row->hidden_size);
+    memset(row->input_ids + begin, 0, (size_t)length * sizeof(*row->input_ids));
+    memset(row->loss_mask + begin, 0, (size_t)length);
+    memset(row->blank + begin, 1, (size_t)length);
+    memset(row->hidden + (size_t)begin * token_values, 0,
+           (size_t)length * token_values * sizeof(*row->hidden));
+}
+
+static int read_document(struct prefetch *prefetch, struct row *row, int64_t d, struct error *err)
+{
+    int64_t begin = row->doc_offsets[d], length = row->doc_offsets[d + 1] - begin;
+    bf16 *hidden = row->hidden + begin * row->planes * row->hidden_size;
+    for (int64_t t = 0; t < length; t++) {
+        row->positions[begin + t] = (int32_t)t;
+        row->doc_of[begin + t] = (int32_t)d;
+    }
+    memset(row->blank + begin, 0, (size_t)length);
+    int result = prefetch->source->ops->read(prefetch->source, row->docs[d], row->input_ids + begin,
+                                             row->loss_mask + begin, hidden, err);
+    if (result == SOURCE_BAD)
+        blank_document(row, begin, length);
+    return result;
+}
+
+static void finish_row(struct prefetch *prefetch, struct place *place)
+{
+    struct row *row = &place->row;
+    for (int64_t t = 0; t < row->tokens; t++)
+        row->supervised += row->loss_mask[t];
+    row->read_bytes = row->tokens * (int64_t)(sizeof(*row->input_ids) + sizeof(*row->loss_mask)) +
+                      row->tokens * row->planes * row->hidden_size * (int64_t)sizeof(bf16);
+    place->state = PLACE_READY;
+    prefetch->halted = prefetch->halted || place->failed >= 0;
+}
+
+// Reads one document of the place. Called with the lock held, which is given up meanwhile.
+static void read_next(struct prefetch *prefetch, struct reader *reader, struct place *place)
+{
+    int64_t d = place->claimed++;
+    struct error error = {""};
+    reader->document = place->row.docs[d];
+    pthread_mutex_unlock(&prefetch->lock);
+    double start = timer_now();
+    int result = read_document(prefetch, &place->row, d, &error);
+    double seconds = timer_now() - start;
+    bool skip = result == SOURCE_BAD && prefetch->options.on_bad_sample == BAD_SAMPLE_SKIP;
+    if (skip)
+        log_warn("left out: %s", error.text);
+    pthread_mutex_lock(&prefetch->lock);
+    reader->document = NULL;
+    place->row.read_seconds += seconds;
+    if (skip) {
+        place->row.bad_documents++;
+        prefetch->skipped++;
+    } else if (result != 0 && (place->failed < 0 || d < place->failed)) {
+        place->failed = d; // the first in the row, whichever thread was faster
+        place->error = error;
+    }
+    prefetch->progress++;
+    if (++place->finished == place->row.documents)
+        finish_row(prefetch, place);
+    pthread_cond_broadcast(&prefetch->changed);
+}
+
+// The row that is next in turn among those with documents left to claim.
+static struct place *place_to_read(struct prefetch *prefetch)
+{
+    struct place *first = NULL;
+    for (int64_t i = 0; i < prefetch->place_count; i++) {
+        struct place *place = &prefetch->places[i];
+        if (place->state == PLACE_READING && place->claimed < place->row.documents &&
+            (first == NULL || place->sequence < first->sequence))
+            first = place;
+    }
+    return first;
+}
+
+static struct place *place_to_plan(struct prefetch *prefetch)
+{
+    if (prefetch->planning || prefetch->halted || prefetch->end_sequence >= 0)
+        return NULL;
+    for (int64_t i = 0; i < prefetch->place_count; i++) {
+        if (prefetch->places[i].state == PLACE_FREE)
+            return &prefetch->places[i];
+    }
+    return NULL;
+}
+
+static void *reader_main(void *argument)
+{
+    struct reader *reader = argument;
+    struct prefetch *prefetch = reader->prefetch;
+    pthread_mutex_lock(&prefetch->lock);
+    while (!prefetch->stopping) {
+        struct place *place;
+        if ((place = place_to_read(prefetch)) != NULL)
+            read_next(prefetch, reader, place);
+        else if ((place = place_to_plan(prefetch)) != NULL)
+            plan_row(prefetch, place);
+        else
+            pthread_cond_wait(&prefetch->changed, &prefetch->lock);
+    }
+    prefetch->readers_running--;
+    pthread_cond_broadcast(&prefetch->changed);
+    pthread_mutex_unlock(&prefetch->lock);
+    return NULL;
+}
+
+// ---- opening and closing ----------------------------------------------------------------------------
+
+static void open_synchronisation(struct prefetch *prefetch)
+{
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes,
+                              CLOCK_MONOTONIC); // bounded waits must not follow the date
+    pthread_mutex_init(&prefetch->lock, NULL);
+    pthread_cond_init(&prefetch->changed, &attributes);
+    pthread_condattr_destroy(&attributes);
+}
+
+static int start_readers(struct prefetch *prefetch, struct error *err)
+{
+    pthread_mutex_lock(&prefetch->lock);
+    int result = 0;
+    for (int i = 0; i < prefetch->options.threads && result == 0; i++) {
+        struct reader *reader = &prefetch->readers[i];
+        reader->prefetch = prefetch;
+        int code = pthread_create(&reader->thread, NULL, reader_main, reader);
+        if (code != 0) {
+            result = error_set(err, "can not start reader %d of %d: %s", i + 1,
+                               prefetch->options.threads, strerror(code));
+            break;
+        }
+        prefetch->reader_count++;
+        prefetch->readers_running++;
+    }
+    pthread_mutex_unlock(&prefetch->lock);
+    return result;
+}
+
+int prefetch_open(struct prefetch **prefetch, struct source *source,
+                  const struct prefetch_options *options, prefetch_epoch_fn *epoch_packing,
+                  void *context, uint64_t first_epoch, int64_t first_row, uint64_t epoch_count,
+                  struct error *err)
+{
+    BUG_UNLESS(options->depth > 0 && options->threads > 0 && first_row >= 0);
+    struct prefetch *p = memory_alloc(1, sizeof(*p));
+    p->source = source;
+    p->options = *options;
+    if (!(p->options.stall_seconds > 0.0))
+        p->options.stall_seconds = 600.0;
+    p->epoch_packing = epoch_packing;
+    p->context = context;
+    p->epoch = first_epoch;
+    p->next_row = first_row;
+    p->epochs_left = epoch_count;
+    p->end_sequence = -1;
+    p->place_count = options->depth + 1;
+    p->places = memory_alloc((size_t)p->place_count, sizeof(*p->places));
+    for (int64_t i = 0; i < p->place_count; i++)
+        row_open(&p->places[i].row, options->seq_len, source->documents->planes,
+                 source->documents->hidden_size, options->host_alloc);
+    p->readers = memory_alloc((size_t)options->threads, sizeof(*p->readers));
+    open_synchronisation(p);
+    if (start_readers(p, err) != 0) {
+        prefetch_close(p);
+        return -1;
+    }
+    *prefetch = p;
+    return 0;
+}
+
+static struct timespec seconds_from_now(double seconds)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    double whole = (double)(int64_t)seconds;
+    t.tv_sec += (time_t)whole;
+    t.tv_nsec += (long)((seconds - whole) * 1e9);
+    if (t.tv_nsec >= 1000000000) {
+        t.tv_sec++;
+        t.tv_nsec -= 1000000000;
+    }
+    return t;
+}
+
+// False: some reader did not come back in time.
+static bool stop_readers(struct prefetch *prefetch)
+{
+    struct timespec limit = seconds_from_now(prefetch->options.stall_seconds);
+    pthread_mutex_lock(&prefetch->lock);
+    prefetch->stopping = true;
+    pthread_cond_broadcast(&prefetch->changed);
+    int code = 0;
+    // After a stall nobody waits another full period for the same reader.
+    if (prefetch->stall.text[0] != '\0')
+        limit = seconds_from_now(1.0);
+    while (prefetch->readers_running > 0 && code != ETIMEDOUT)
+        code = pthread_cond_timedwait(&prefetch->changed, &prefetch->lock, &limit);
+    bool stopped = prefetch->readers_running == 0;
+    pthread_mutex_unlock(&prefetch->lock);
+    return stopped;
+}
+
+void prefetch_close(struct prefetch *prefetch)
+{
+    if (prefetch == NULL)
+        return;
+    if (!stop_readers(prefetch)) {
+        log_warn("a reader of shards does not come back; it is left behind");
+        return;
+    }
+    for (int i = 0; i < prefetch->reader_count; i++)
+        pthread_join(prefetch->readers[i].thread, NULL);
+    for (int64_t i = 0; i < prefetch->place_count; i++)
+        row_close(&prefetch->places[i].row, prefetch->options.host_free);
+    if (prefetch->packed)
+        packing_release(&prefetch->packing);
+    pthread_cond_destroy(&prefetch->changed);
+    pthread_mutex_destroy(&prefetch->lock);
+    free(prefetch->places);
+    free(prefetch->readers);
+    free(prefetch);
+}
+
+// ---- the step's side --------------------------------------------------------------------------------
+
+static struct place *place_of_turn(struct prefetch *prefetch, int64_t sequence)
+{
+    for (int64_t i = 0; i < prefetch->place_count; i++) {
+        struct place *place = &prefetch->places[i];
+        if (place->state == PLACE_READY && place->sequence == sequence)
+            return place;
+    }
+    return NULL;
+}
+
+static bool all_borrowed(const struct prefetch *prefetch)
+{
+    for (int64_t i = 0; i < prefetch->place_count; i++) {
+        if (prefetch->places[i].state != PLACE_BORROWED)
+            return false;
+    }
+    return true;
+}
+
+static void describe_stall(struct prefetch *prefetch)
+{
+    const struct documents *documents = prefetch->source->documents;
+    for (int i = 0; i < prefetch->reader_count; i++) {
+        const struct document *document = prefetch->readers[i].document;
+        if (document != NULL) {
+            error_set(&prefetch->stall,
+                      "%s: document %d: reading made no progress for %.0f seconds; is the file "
+                      "system there?",
+                      documents->shards[document->shard].path, (int)document->index,
+                      prefetch->options.stall_seconds);
+            return;
+        }
+    }
+    error_set(&prefetch->stall, "packing epoch %llu took more than %.0f seconds",
+              (unsigned long long)prefetch->epoch, prefetch->options.stall_seconds);
+}
+
+// Waits until the wanted row is ready; NULL: there is none, by the end or a stall. Lock held.
+static struct place *wait_for_row(struct prefetch *prefetch)
+{
+    struct place *place;
+    uint64_t seen = prefetch->progress;
+    struct timespec limit = seconds_from_now(prefetch->options.stall_seconds);
+    while ((place = place_of_turn(prefetch, prefetch->wanted)) == NULL &&
+           prefetch->wanted != prefetch->end_sequence && prefetch->stall.text[0] == '\0') {
+        int code = pthread_cond_timedwait(&prefetch->changed, &prefetch->lock, &limit);
+        if (prefetch->progress != seen) {
+            seen = prefetch->progress;
+            limit = seconds_from_now(prefetch->options.stall_seconds);
+        } else if (code == ETIMEDOUT) {
+            describe_stall(prefetch);
+        }
+    }
+    return place;
+}
+
+int prefetch_next(struct prefetch *prefetch, struct row **row, double *wait_seconds,
+                  struct error *err)
+{
+    double start = timer_now();
+    pthread_mutex_lock(&prefetch->lock);
+    BUG_UNLESS(!all_borrowed(prefetch));
+    struct place *place = wait_for_row(prefetch);
+    int result = 0;
+    if (place != NULL && place->failed >= 0) {
+        result = error_set(err, "%s", place->error.text);
+    } else if (place != NULL) {
+        place->state = PLACE_BORROWED;
+        prefetch->wanted++;
+        *row = &place->row;
+        result = 1;
+    } else if (prefetch->stall.text[0] != '\0') {
+        result = error_set(err, "%s", prefetch->stall.text);
+    }
+    pthread_mutex_unlock(&prefetch->lock);
+    *wait_seconds = timer_now() - start;
+    return result;
+}
+
+void prefetch_return(struct prefetch *prefetch, struct row *row)
+{
+    struct place *place = NULL;
+    pthread_mutex_lock(&prefetch->lock);
+    for (int64_t i = 0; i < prefetch->place_count; i++) {
+        if (&prefetch->places[i].row == row)
+            place = &prefetch->places[i];
+    }
+    BUG_UNLESS(place != NULL && place->state == PLACE_BORROWED);
+    place->state = PLACE_FREE;
+    pthread_cond_broadcast(&prefetch->changed);
+    pthread_mutex_unlock(&prefetch->lock);
+}
+
+int64_t prefetch_skipped(const struct prefetch *prefetch)
+{
+    // The lock is not part of what a caller sees of it.
+    struct prefetch *p = (struct prefetch *)prefetch;
+    pthread_mutex_lock(&p->lock);
+    int64_t skipped = p->skipped;
+    pthread_mutex_unlock(&p->lock);
+    return skipped;
+}
