@@ -1,0 +1,45 @@
+// Owns reading the features of documents from plain shards. A spool would be a second source behind
+// the same operations.
+#include "data/source.h"
+
+#include <stdlib.h>
+
+#include "base/memory.h"
+#include "data/shard.h"
+
+static int read_from_shards(struct source *source, const struct document *document, int32_t *ids,
+                            uint8_t *mask, bf16 *hidden, struct error *err)
+{
+    const struct shard *shard = &source->documents->shards[document->shard];
+    int64_t first = document->first, length = document->length;
+    if (shard_read_ids(shard, first, length, ids, err) != 0 ||
+        shard_read_mask(shard, first, length, mask, err) != 0 ||
+        shard_read_hidden(shard, first, length, hidden, err) != 0)
+        return -1;
+    bool check_crc = source->check_crc && document->length == document->full_length;
+    if (shard_check_prefix(shard, document->index, length, ids, mask, hidden, check_crc, err) != 0)
+        return SOURCE_BAD;
+    return 0;
+}
+
+static void close_shards(struct source *source)
+{
+    free(source);
+}
+
+static const struct source_ops shard_source_ops = {"shards", read_from_shards, close_shards};
+
+int source_open_shards(struct source **source, const struct documents *documents, bool check_crc,
+                       struct error *err)
+{
+    (void)err; // the documents have opened the shards already; other sources have more to do
+    *source = memory_alloc(1, sizeof(**source));
+    **source = (struct source){&shard_source_ops, documents, check_crc};
+    return 0;
+}
+
+void source_close(struct source *source)
+{
+    if (source != NULL)
+        source->ops->close(source);
+}
