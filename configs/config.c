@@ -66,7 +66,7 @@ static void read_key(const struct loading *l, const struct config_section *secti
     const struct config_key *key = config_section_key(section, name->text);
     if (!key) {
         LOADING_FAULT(l, name->line, section->name, name->text, "unknown key%s",
-                      config_advice(section, name->text, advice));
+                      config_key_advice(section, name->text, advice));
         return;
     }
     int *line = config_line(l->config, key);
@@ -98,7 +98,7 @@ static void read_section(const struct loading *l, const struct config_node *name
     const struct config_section *section = config_section_find(name->text);
     if (!section) {
         LOADING_FAULT(l, name->line, name->text, NULL, "unknown section%s",
-                      config_advice(NULL, name->text, advice));
+                      config_section_advice(name->text, advice));
         return;
     }
     int *first = &seen[section - config_sections];
@@ -173,7 +173,7 @@ static const struct config_key *find_set_key(const struct loading *l, char *name
             fault_ambiguous(l, name, found, n);
         else
             LOADING_FAULT(l, CONFIG_LINE_SET, NULL, name, "unknown key%s",
-                          config_advice(NULL, name, advice));
+                          config_key_advice(NULL, name, advice));
         return NULL;
     }
     *dot = '\0';
@@ -181,10 +181,10 @@ static const struct config_key *find_set_key(const struct loading *l, char *name
     const struct config_key *key = section ? config_section_key(section, dot + 1) : NULL;
     if (!section)
         LOADING_FAULT(l, CONFIG_LINE_SET, name, dot + 1, "unknown section %s%s", name,
-                      config_advice(NULL, name, advice));
+                      config_section_advice(name, advice));
     else if (!key)
         LOADING_FAULT(l, CONFIG_LINE_SET, name, dot + 1, "unknown key%s",
-                      config_advice(section, dot + 1, advice));
+                      config_key_advice(section, dot + 1, advice));
     return key;
 }
 

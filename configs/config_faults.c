@@ -6,7 +6,7 @@
 
 enum { FAULT_BYTES = 1024, LAST_LINE_BYTES = 48 };
 
-void config_fault_line(struct config_faults *faults, const char *text)
+static void add_line(struct config_faults *faults, const char *text)
 {
     faults->count++;
     size_t used = strlen(faults->shown.text) + strlen(text) + 1;
@@ -42,7 +42,10 @@ void config_fault(struct config_faults *faults, const struct config *config, int
     va_start(args, format);
     vsnprintf(text + at, sizeof(text) - at, format, args);
     va_end(args);
-    config_fault_line(faults, text);
+    for (char *c = text; *c != '\0'; c++)
+        if (*c == '\n') // of a quoted value; a fault is one line
+            *c = ' ';
+    add_line(faults, text);
 }
 
 int config_faults_end(const struct config_faults *faults, struct error *err)

@@ -15,8 +15,6 @@ struct config_faults {
 void config_fault(struct config_faults *faults, const struct config *config, int line,
                   const char *section, const char *key, const char *format, ...)
     __attribute__((format(printf, 6, 7)));
-// Adds a line as it is.
-void config_fault_line(struct config_faults *faults, const char *text);
 // 0 and err as it was when nothing was added; otherwise -1 and every line in err.
 int config_faults_end(const struct config_faults *faults, struct error *err);
 

@@ -106,7 +106,10 @@ static int build(struct reader *r, struct config_node *node, int depth)
         node->kind = CONFIG_NODE_SCALAR;
         node->quoted = r->event.data.scalar.style != YAML_PLAIN_SCALAR_STYLE;
         node->text = memory_strdup((const char *)r->event.data.scalar.value);
-        return 0;
+        if (strlen(node->text) == r->event.data.scalar.length)
+            return 0;
+        READER_FAULT(r, node->line, "a value with a NUL character in it");
+        return -1;
     }
     bool list = r->event.type == YAML_SEQUENCE_START_EVENT;
     node->kind = list ? CONFIG_NODE_LIST : CONFIG_NODE_MAP;

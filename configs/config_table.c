@@ -130,11 +130,10 @@ static const struct config_key *nearest_anywhere(const char *word)
     return best && config_keys_named(best, found) > 0 ? found[0] : NULL;
 }
 
-const char *config_advice(const struct config_section *section, const char *word,
-                          char buffer[CONFIG_ADVICE_BYTES])
+// A key of that very name, wherever it is, is better advice than a similar name nearby.
+static const char *advise(const char *near, const char *word, char buffer[CONFIG_ADVICE_BYTES])
 {
     const struct config_key *found[CONFIG_SECTION_COUNT];
-    const char *near = section ? nearest_key(section, word) : nearest_section(word);
     const struct config_key *other = config_keys_named(word, found) > 0 ? found[0] : NULL;
     if (!other && !near)
         other = nearest_anywhere(word);
@@ -145,6 +144,17 @@ const char *config_advice(const struct config_section *section, const char *word
     else
         snprintf(buffer, CONFIG_ADVICE_BYTES, "; `dtrain config` lists every key");
     return buffer;
+}
+
+const char *config_section_advice(const char *word, char buffer[CONFIG_ADVICE_BYTES])
+{
+    return advise(nearest_section(word), word, buffer);
+}
+
+const char *config_key_advice(const struct config_section *section, const char *word,
+                              char buffer[CONFIG_ADVICE_BYTES])
+{
+    return advise(section ? nearest_key(section, word) : NULL, word, buffer);
 }
 
 const char *config_choice_name(const char *section, const char *key, int value)

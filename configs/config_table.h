@@ -59,10 +59,11 @@ void *config_value(struct config *config, const struct config_key *key);
 const void *config_value_const(const struct config *config, const struct config_key *key);
 int *config_line(struct config *config, const struct config_key *key);
 
-// "; did you mean ...?" for an unknown word, or advice on where to look. The texts point into
-// `buffer`. Section NULL: the word is a section name or a key without its section.
+// "; did you mean ...?" for an unknown word, or where to look; the text is in `buffer`.
 enum { CONFIG_ADVICE_BYTES = 160 };
-const char *config_advice(const struct config_section *section, const char *word,
-                          char buffer[CONFIG_ADVICE_BYTES]);
+const char *config_section_advice(const char *word, char buffer[CONFIG_ADVICE_BYTES]);
+// Section NULL: the key was given without one.
+const char *config_key_advice(const struct config_section *section, const char *word,
+                              char buffer[CONFIG_ADVICE_BYTES]);
 
 #endif
