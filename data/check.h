@@ -11,9 +11,22 @@
 struct verdict {
     bool present; // a side file exists and fits the shard's size and time
     uint8_t *bad; // [D] 1: bad
+    char **words; // [D] of a bad document: "document D: what", lines of data check; else NULL
+    int64_t documents;
     int64_t bad_count;
 };
+// No verdict for any document yet.
+void verdict_init(struct verdict *verdict, const struct shard *shard);
+// Calls a document bad. lines: faults as shard_check_document words them, with or without the path.
+void verdict_add(struct verdict *verdict, const struct shard *shard, int64_t document,
+                 const char *lines);
+// The words of a bad document as data check printed them, added to err.
+void verdict_lines(const struct verdict *verdict, const struct shard *shard, int64_t document,
+                   struct error *err);
+// An absent side file, or one that does not fit the shard's size and time, leaves present false.
 int verdict_read(struct verdict *verdict, const struct shard *shard, struct error *err);
+// Replaces the side file at once: readers see the old one or the new one.
+int verdict_write(const struct verdict *verdict, const struct shard *shard, struct error *err);
 void verdict_release(struct verdict *verdict);
 
 struct check_summary {

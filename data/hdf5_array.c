@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <hdf5.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>

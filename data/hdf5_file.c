@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <hdf5.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
