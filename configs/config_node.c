@@ -179,14 +179,17 @@ static void set_scalar(struct config_node *node, const char *text, size_t n)
 // Length up to the next comma that is not inside quotes.
 static size_t item_length(const char *text, size_t n)
 {
+    bool quoted = false;
     char quote = '\0';
     for (size_t i = 0; i < n; i++) {
-        if (quote != '\0')
-            quote = text[i] == quote ? '\0' : quote;
-        else if (text[i] == '"' || text[i] == '\'')
+        if (quoted) {
+            quoted = text[i] != quote;
+        } else if (text[i] == '"' || text[i] == '\'') {
+            quoted = true;
             quote = text[i];
-        else if (text[i] == ',')
+        } else if (text[i] == ',') {
             return i;
+        }
     }
     return n;
 }

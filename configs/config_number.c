@@ -6,7 +6,6 @@
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 static size_t count_digits(const char *text)
 {
@@ -68,8 +67,7 @@ void config_format_real(double value, char text[CONFIG_REAL_BYTES])
 {
     for (int digits = 15; digits <= 17; digits++) {
         snprintf(text, CONFIG_REAL_BYTES, "%.*g", digits, value);
-        double back = strtod(text, NULL);
-        if (memcmp(&back, &value, sizeof(back)) == 0)
+        if (strtod(text, NULL) == value)
             return;
     }
 }

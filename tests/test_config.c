@@ -250,7 +250,7 @@ static char *other_value(const struct config_key *key)
     case CONFIG_TYPE_REALS:
         return memory_format("0.1,%.17g", key->max_real / 3.0);
     default:
-        return memory_strdup("'a \"b\", c\\d: #\te\x01 f\xc3\xa9'");
+        return memory_strdup("'a \"b\", c\\d: #\tx\x01 f\xc3\xa9'");
     }
 }
 
