@@ -1,6 +1,6 @@
 # Finds a CUDA toolkit that can build the CUDA backend, or says why there is none and goes on.
-# Result: CUDA_ENABLED, and the target dtrain_cuda_libraries (runtime, cuBLASLt; cuDNN and NCCL where
-# found, with DTRAIN_CUDNN and DTRAIN_NCCL 1 or 0).
+# Result: CUDA_ENABLED, and the target dtrain_cuda_libraries (runtime, cuBLASLt; where found cuDNN and
+# NCCL, and then DTRAIN_CUDNN and DTRAIN_NCCL are defined).
 set(CUDA_ENABLED FALSE)
 
 function(dtrain_no_cuda reason)
@@ -62,13 +62,11 @@ target_include_directories(dtrain_cuda_libraries INTERFACE ${CUDAToolkit_INCLUDE
 function(dtrain_cuda_optional name header library)
   find_path(${name}_INCLUDE ${header} HINTS ${CUDAToolkit_INCLUDE_DIRS})
   find_library(${name}_LIBRARY ${library} HINTS ${CUDAToolkit_LIBRARY_DIR})
-  set(found 0)
   if(${name}_INCLUDE AND ${name}_LIBRARY)
-    set(found 1)
     target_include_directories(dtrain_cuda_libraries INTERFACE ${${name}_INCLUDE})
     target_link_libraries(dtrain_cuda_libraries INTERFACE ${${name}_LIBRARY})
+    target_compile_definitions(dtrain_cuda_libraries INTERFACE DTRAIN_${name})
   endif()
-  target_compile_definitions(dtrain_cuda_libraries INTERFACE DTRAIN_${name}=${found})
   message(STATUS "CUDA backend: ${library} ${${name}_LIBRARY}")
 endfunction()
 dtrain_cuda_optional(CUDNN cudnn.h cudnn)

@@ -8,10 +8,10 @@
 
 #include <cublasLt.h>
 #include <cuda_runtime.h>
-#if DTRAIN_CUDNN
+#ifdef DTRAIN_CUDNN
 #include <cudnn.h>
 #endif
-#if DTRAIN_NCCL
+#ifdef DTRAIN_NCCL
 #include <nccl.h>
 #endif
 
@@ -26,10 +26,10 @@ static __global__ void add_one_kernel(float *x) // [32]
 static void print_versions(void)
 {
     printf("cuBLASLt %zu", cublasLtGetVersion());
-#if DTRAIN_CUDNN
+#ifdef DTRAIN_CUDNN
     printf(", cuDNN %zu", cudnnGetVersion());
 #endif
-#if DTRAIN_NCCL
+#ifdef DTRAIN_NCCL
     int nccl = 0;
     if (ncclGetVersion(&nccl) == ncclSuccess)
         printf(", NCCL %d", nccl);
