@@ -1,0 +1,10 @@
+// Stands in for the CUDA backend where CUDA is not built in.
+#include "kernels/backend.h"
+
+#ifndef DTRAIN_CUDA
+const struct backend *backend_cuda(struct error *why)
+{
+    error_set(why, "this build has no CUDA backend: build with WITH_CUDA=ON where nvcc is found");
+    return NULL;
+}
+#endif

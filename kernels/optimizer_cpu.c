@@ -1,0 +1,88 @@
+// Owns the optimizer's ops on the CPU: AdamW, sum of squares, conversion.
+#include "kernels/optimizer.h"
+
+#include <math.h>
+
+#include "base/log.h"
+#include "kernels/cpu_internal.h"
+
+struct adamw_factors {
+    float grad, beta1, beta2, one_beta1, one_beta2, keep, step, correction2, eps;
+};
+
+static struct adamw_factors adamw_factors_make(const struct adamw *op)
+{
+    double correction1 = 1.0 - pow(op->beta1, (double)op->step);
+    double correction2 = 1.0 - pow(op->beta2, (double)op->step);
+    return (struct adamw_factors){
+        .grad = (float)op->grad_scale,
+        .beta1 = (float)op->beta1,
+        .beta2 = (float)op->beta2,
+        .one_beta1 = (float)(1.0 - op->beta1),
+        .one_beta2 = (float)(1.0 - op->beta2),
+        .keep = (float)(1.0 - op->lr * op->weight_decay),
+        .step = (float)(op->lr / correction1),
+        .correction2 = (float)correction2,
+        .eps = (float)op->eps,
+    };
+}
+
+static KERNEL_CLONES void adamw_piece(const struct adamw_factors *factors, float *param, float *m,
+                                      float *v, const float *grad, int64_t n)
+{
+    const struct adamw_factors f = *factors;
+    for (int64_t i = 0; i < n; i++) {
+        float g = f.grad * grad[i];
+        float mean = f.beta1 * m[i] + f.one_beta1 * g;
+        float square = f.beta2 * v[i] + f.one_beta2 * g * g;
+        m[i] = mean;
+        v[i] = square;
+        param[i] = param[i] * f.keep - f.step * mean / (sqrtf(square / f.correction2) + f.eps);
+    }
+}
+
+void adamw_cpu(struct stream *stream, const struct adamw *op)
+{
+    BUG_UNLESS(op->step > 0);
+    struct adamw_factors factors = adamw_factors_make(op);
+#pragma omp parallel for num_threads(stream->threads) schedule(static)
+    for (int64_t first = 0; first < op->count; first += PIECE) {
+        int64_t n = min_i64(PIECE, op->count - first);
+        float *param = op->param + first;
+        adamw_piece(&factors, param, op->m + first, op->v + first, op->grad + first, n);
+        if (op->copy != NULL)
+            piece_store(op->copy, param, op->copy_type, first, n);
+    }
+}
+
+// Parts are fixed by the count alone, so the order of additions does not depend on threads.
+void sum_squares_cpu(struct stream *stream, const struct sum_squares *op)
+{
+    int64_t size = (op->count + SUM_SQUARES_PARTS - 1) / SUM_SQUARES_PARTS;
+    size = (size + PIECE - 1) / PIECE * PIECE;
+#pragma omp parallel for num_threads(stream->threads) schedule(static)
+    for (int64_t part = 0; part < SUM_SQUARES_PARTS; part++) {
+        int64_t end = min_i64(op->count, (part + 1) * size);
+        double sum = 0.0;
+        for (int64_t first = part * size; first < end; first += PIECE) {
+            int64_t n = min_i64(PIECE, end - first);
+            sum += (double)piece_dot(op->x + first, op->x + first, n);
+        }
+        op->scratch[part] = sum;
+    }
+    double total = 0.0;
+    for (int64_t part = 0; part < SUM_SQUARES_PARTS; part++)
+        total += op->scratch[part];
+    op->result[0] = total;
+}
+
+void convert_cpu(struct stream *stream, const struct convert *op)
+{
+#pragma omp parallel for num_threads(stream->threads) schedule(static)
+    for (int64_t first = 0; first < op->count; first += PIECE) {
+        float piece[PIECE];
+        int64_t n = min_i64(PIECE, op->count - first);
+        piece_load(piece, op->from, op->from_type, first, n);
+        piece_store(op->to, piece, op->to_type, first, n);
+    }
+}

@@ -1,0 +1,92 @@
+// Owns moving rows on the CPU: gather, scatter, loading context features.
+#include "kernels/rows.h"
+
+#include "base/log.h"
+#include "base/rng.h"
+#include "kernels/cpu_internal.h"
+
+static void scale_row(void *to, enum dtype to_type, const void *from, enum dtype from_type,
+                      float scale, int64_t width)
+{
+    for (int64_t first = 0; first < width; first += PIECE) {
+        float piece[PIECE];
+        int64_t n = min_i64(PIECE, width - first);
+        piece_load(piece, from, from_type, first, n);
+        for (int64_t i = 0; i < n; i++)
+            piece[i] *= scale;
+        piece_store(to, piece, to_type, first, n);
+    }
+}
+
+void gather_rows_cpu(struct stream *stream, const struct gather_rows *op)
+{
+#pragma omp parallel for num_threads(stream->threads) schedule(static)
+    for (int64_t row = 0; row < op->rows; row++) {
+        BUG_UNLESS(op->index[row] >= 0 && op->index[row] < op->in_rows);
+        scale_row(row_of(op->out, op->out_type, row, op->width), op->out_type,
+                  row_at(op->in, op->in_type, op->index[row], op->in_stride), op->in_type,
+                  op->scale, op->width);
+    }
+}
+
+void scatter_rows_cpu(struct stream *stream, const struct scatter_rows *op)
+{
+    size_t row_bytes = (size_t)op->width * dtype_size(op->out_type);
+#pragma omp parallel num_threads(stream->threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < op->out_rows; row++)
+            memset(row_of(op->out, op->out_type, row, op->width), 0, row_bytes);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < op->rows; row++) {
+            float scale = op->scale != NULL ? op->scale[row] : 1.0f;
+            BUG_UNLESS(op->index[row] >= 0 && op->index[row] < op->out_rows);
+            if (scale == 0.0f)
+                continue;
+            scale_row(row_of(op->out, op->out_type, op->index[row], op->width), op->out_type,
+                      row_at(op->in, op->in_type, row, op->width), op->in_type, scale, op->width);
+        }
+    }
+}
+
+static void add_noise(float *piece, const struct context_load *op, struct rng_key key,
+                      uint64_t counter, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) {
+        float draw = op->noise == NOISE_KIND_NORMAL
+                         ? rng_normal(key, counter + (uint64_t)i)
+                         : 2.0f * rng_uniform(key, counter + (uint64_t)i) - 1.0f;
+        piece[i] += draw * op->noise_std;
+    }
+}
+
+static void load_plane(const struct context_load *op, int64_t token, int64_t layer)
+{
+    const void *in = op->in + (token * op->planes + op->plane[layer]) * op->hidden;
+    void *out = row_of(op->out, op->type, token * op->layers + layer, op->hidden);
+    for (int64_t first = 0; first < op->hidden; first += PIECE) {
+        float piece[PIECE];
+        int64_t n = min_i64(PIECE, op->hidden - first);
+        piece_load(piece, in, DTYPE_BF16, first, n);
+        if (op->noise != NOISE_KIND_NONE) {
+            struct rng_key key = {{op->noise_key[2 * token], op->noise_key[2 * token + 1]}};
+            uint64_t slot = (uint64_t)op->positions[token] * (uint64_t)op->layers + (uint64_t)layer;
+            add_noise(piece, op, key, slot * (uint64_t)op->hidden + (uint64_t)first, n);
+        }
+        piece_store(out, piece, op->type, first, n);
+    }
+}
+
+void context_load_cpu(struct stream *stream, const struct context_load *op)
+{
+    size_t token_bytes = (size_t)(op->layers * op->hidden) * dtype_size(op->type);
+#pragma omp parallel for num_threads(stream->threads) schedule(static)
+    for (int64_t token = 0; token < op->tokens; token++) {
+        if (op->blank != NULL && op->blank[token] != 0) {
+            memset((unsigned char *)op->out + (size_t)token * token_bytes, 0, token_bytes);
+            continue;
+        }
+        for (int64_t layer = 0; layer < op->layers; layer++)
+            load_plane(op, token, layer);
+    }
+}
