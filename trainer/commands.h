@@ -1,0 +1,42 @@
+// The commands of the program. Each returns the exit status of the process: 0 done; 1 the run failed;
+// 2 usage, config or data refused before the first step; 75 stopped by a signal with a checkpoint that
+// resumes.
+#ifndef TRAINER_COMMANDS_H
+#define TRAINER_COMMANDS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+enum { EXIT_DONE = 0, EXIT_FAILED = 1, EXIT_REFUSED = 2, EXIT_STOPPED = 75 };
+
+// What the command line says; strings are borrowed from argv.
+struct options {
+    const char *config;
+    const char **sets;
+    size_t set_count;
+    const char *resume;     // "auto" (default), "none" or a checkpoint directory
+    bool replan;
+    const char *checkpoint; // a checkpoint directory
+    const char *out;
+    const char *format;
+    bool allow_unservable;
+    const char *blocks;     // eval: file for one line a visited block
+    const char *target;     // data check: target directory
+    long long rows;         // eval: rows to score; 0: all
+    bool no_verdicts;
+    bool markdown;
+    char **files;           // what follows the options
+    int file_count;
+    const char *command;    // the whole command line as typed
+};
+
+int command_train(const struct options *options);
+int command_eval(const struct options *options);
+int command_trace(const struct options *options);
+int command_plan(const struct options *options);
+int command_export(const struct options *options);
+int command_data_check(const struct options *options);
+int command_data_stats(const struct options *options);
+int command_config(const struct options *options);
+
+#endif

@@ -1,0 +1,105 @@
+// `dtrain eval`: acceptance of a checkpoint on the validation shards.
+#include <errno.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/log.h"
+#include "trainer/checkpoint.h"
+#include "trainer/commands.h"
+#include "trainer/session.h"
+#include "trainer/signals.h"
+
+static void write_block(void *context, uint64_t doc_id, int32_t position, int32_t accepted)
+{
+    fprintf(context, "{\"doc_id\": %llu, \"anchor\": %d, \"accepted\": %d}\n",
+            (unsigned long long)doc_id, position, accepted);
+}
+
+static void print_report(const struct session *session, const struct metrics *metrics,
+                         const struct walk *walk)
+{
+    int64_t b = session->sizes.block_size;
+    int64_t drafts = b - (session->sizes.predict_from_anchor ? 0 : 1);
+    printf("rows                 %.0f\n", metrics->rows);
+    printf("tokens               %.0f\n", metrics->tokens);
+    printf("supervised           %.0f\n", metrics->supervised);
+    printf("loss                 %.6f\n", metrics_loss(metrics, session->config->loss.normalize));
+    printf("accept_len_walk      %.4f  (%.0f blocks)\n", walk_accept_len(walk), walk->blocks);
+    for (int64_t n = 1; n < drafts; n++)
+        printf("  with %2lld drafts     %.4f\n", (long long)n, walk_accept_len_drafts(walk, n));
+    printf("accept_len           %.4f\n", metrics_accept_len(metrics));
+    printf("eal_marginal         %.4f\n", metrics_eal_marginal(metrics));
+    printf("overlap              %.4f\n",
+           metrics->slots > 0.0 ? metrics->overlap / metrics->slots : 0.0);
+    printf("acc                 ");
+    for (int64_t k = 0; k < b; k++)
+        if (metrics->scored[k] > 0.0)
+            printf(" %.4f", metrics_accuracy(metrics, (int)k));
+    printf("\n");
+}
+
+// Loads the checkpoint's weights into a step that only scores.
+static int load_weights(const struct session *session, const char *checkpoint, struct step *step,
+                        struct error *err)
+{
+    struct model_state state;
+    struct step_setup setup = session_step_setup(session, false);
+    model_state_open(&state, &session->params);
+    int status = checkpoint_read(checkpoint, &state, NULL, err);
+    if (status == 0)
+        status = step_open(step, &setup, err);
+    if (status == 0)
+        step_load(step, &state);
+    model_state_close(&state);
+    return status;
+}
+
+static int evaluate(const struct options *options, struct session *session, struct step *step,
+                    struct error *err)
+{
+    struct metrics metrics = {0};
+    struct walk walk = {0};
+    FILE *blocks = NULL;
+    if (options->blocks != NULL && (blocks = fopen(options->blocks, "we")) == NULL)
+        return error_set(err, "--blocks %s: %s", options->blocks, strerror(errno));
+    step->stop = signals_stop;
+    int status = session_validate(session, step, options->rows, &metrics, &walk,
+                                  blocks != NULL ? write_block : NULL, blocks, err);
+    if (blocks != NULL && fclose(blocks) != 0 && status == 0)
+        status = error_set(err, "--blocks %s: %s", options->blocks, strerror(errno));
+    if (status == 1)
+        return error_set(err, "stopped by signal %d", signals_received());
+    if (status == 0)
+        print_report(session, &metrics, &walk);
+    return status;
+}
+
+int command_eval(const struct options *options)
+{
+    struct config config;
+    struct session session = {0};
+    struct step step = {0};
+    struct error err = {0};
+    int status = EXIT_REFUSED;
+    config_init(&config);
+    signals_install();
+    if (config_load(&config, options->config, options->sets, options->set_count, &err) != 0)
+        goto out;
+    config.data.train.count = 0; // only the validation shards are looked at
+    if (config_expand_files(&config, &err) != 0 ||
+        session_open(&session, &config, SESSION_VAL, &err) != 0)
+        goto out;
+    status = EXIT_FAILED;
+    if (load_weights(&session, options->checkpoint, &step, &err) == 0 &&
+        evaluate(options, &session, &step, &err) == 0)
+        status = EXIT_DONE;
+out:
+    if (status != EXIT_DONE)
+        log_error("%s", err.text);
+    step_close(&step);
+    session_close(&session);
+    config_release(&config);
+    return status;
+}

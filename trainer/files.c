@@ -1,0 +1,159 @@
+// Owns system calls on folders and small files, each checked, each error naming the path.
+#include "trainer/files.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "base/memory.h"
+
+int files_make_folder(const char *path, struct error *err)
+{
+    char *part = memory_strdup(path);
+    int result = 0;
+    for (char *slash = strchr(part + 1, '/');; slash = strchr(slash + 1, '/')) {
+        if (slash != NULL)
+            *slash = '\0';
+        if (mkdir(part, 0777) != 0 && !(errno == EEXIST && files_is_folder(part))) {
+            result = error_set(err, "%s: can not create the folder: %s", part, strerror(errno));
+            break;
+        }
+        if (slash == NULL)
+            break;
+        *slash = '/';
+    }
+    free(part);
+    return result;
+}
+
+bool files_exists(const char *path)
+{
+    struct stat info;
+    return lstat(path, &info) == 0;
+}
+
+bool files_is_folder(const char *path)
+{
+    struct stat info;
+    return stat(path, &info) == 0 && S_ISDIR(info.st_mode);
+}
+
+int64_t files_size(const char *path)
+{
+    struct stat info;
+    return stat(path, &info) == 0 && S_ISREG(info.st_mode) ? (int64_t)info.st_size : -1;
+}
+
+int files_write(const char *path, files_write_fn *write, void *context, struct error *err)
+{
+    FILE *out = fopen(path, "we");
+    if (out == NULL)
+        return error_set(err, "%s: can not create: %s", path, strerror(errno));
+    write(context, out);
+    bool failed = fflush(out) != 0 || ferror(out) != 0 || fsync(fileno(out)) != 0;
+    int cause = errno;
+    if (fclose(out) != 0 && !failed) {
+        failed = true;
+        cause = errno;
+    }
+    if (!failed)
+        return 0;
+    unlink(path);
+    return error_set(err, "%s: writing failed: %s", path, strerror(cause));
+}
+
+static void put_text(void *context, FILE *out)
+{
+    fputs(context, out);
+}
+
+int files_write_text(const char *path, const char *text, struct error *err)
+{
+    char *copy = memory_strdup(text);
+    int result = files_write(path, put_text, copy, err);
+    free(copy);
+    return result;
+}
+
+char *files_read_text(const char *path, struct error *err)
+{
+    FILE *in = fopen(path, "re");
+    if (in == NULL) {
+        error_set(err, "%s: can not open: %s", path, strerror(errno));
+        return NULL;
+    }
+    size_t size = 0, room = 4096;
+    char *text = memory_alloc(room + 1, 1);
+    for (size_t n; (n = fread(text + size, 1, room - size, in)) > 0;) {
+        size += n;
+        if (size == room) {
+            room *= 2;
+            text = memory_resize(text, room + 1, 1);
+        }
+    }
+    text[size] = '\0';
+    if (ferror(in) != 0) {
+        error_set(err, "%s: reading failed: %s", path, strerror(errno));
+        free(text);
+        text = NULL;
+    }
+    fclose(in);
+    return text;
+}
+
+static void put_file(void *context, FILE *out)
+{
+    char buffer[65536];
+    for (size_t n; (n = fread(buffer, 1, sizeof(buffer), context)) > 0;)
+        fwrite(buffer, 1, n, out);
+}
+
+int files_copy(const char *from, const char *to, struct error *err)
+{
+    FILE *in = fopen(from, "re");
+    if (in == NULL)
+        return error_set(err, "%s: can not open: %s", from, strerror(errno));
+    int result = files_write(to, put_file, in, err);
+    if (result == 0 && ferror(in) != 0) {
+        unlink(to);
+        result = error_set(err, "%s: reading failed", from);
+    }
+    fclose(in);
+    return result;
+}
+
+int files_sync_folder(const char *path, struct error *err)
+{
+    int folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (folder < 0)
+        return error_set(err, "%s: can not open: %s", path, strerror(errno));
+    // Some network file systems can not sync a folder; they have no rename to lose either.
+    int result = 0;
+    if (fsync(folder) != 0 && errno != EINVAL && errno != ENOTSUP)
+        result = error_set(err, "%s: fsync failed: %s", path, strerror(errno));
+    close(folder);
+    return result;
+}
+
+int files_remove_folder(const char *path, struct error *err)
+{
+    DIR *folder = opendir(path);
+    if (folder == NULL)
+        return error_set(err, "%s: can not open: %s", path, strerror(errno));
+    int result = 0;
+    for (struct dirent *entry; (entry = readdir(folder)) != NULL;) {
+        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0)
+            continue;
+        if (unlinkat(dirfd(folder), entry->d_name, 0) != 0)
+            result =
+                error_set(err, "%s/%s: can not delete: %s", path, entry->d_name, strerror(errno));
+    }
+    closedir(folder);
+    if (result == 0 && rmdir(path) != 0)
+        result = error_set(err, "%s: can not delete: %s", path, strerror(errno));
+    return result;
+}

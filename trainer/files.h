@@ -1,0 +1,32 @@
+// Folders and durable files: what checkpoints, exports and the run folder share.
+#ifndef TRAINER_FILES_H
+#define TRAINER_FILES_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#include "base/error.h"
+
+// Creates a folder and its parents; none is an error.
+int files_make_folder(const char *path, struct error *err);
+bool files_exists(const char *path);
+bool files_is_folder(const char *path);
+// Size in bytes, -1: there is none.
+int64_t files_size(const char *path);
+
+// Writes a file that is on disk when this returns: `write` prints into it. On failure nothing is left.
+typedef void files_write_fn(void *context, FILE *out);
+int files_write(const char *path, files_write_fn *write, void *context, struct error *err);
+int files_write_text(const char *path, const char *text, struct error *err);
+// The whole file as text (caller frees), NULL: the error is filled.
+char *files_read_text(const char *path, struct error *err);
+// Copies a file, durable as files_write.
+int files_copy(const char *from, const char *to, struct error *err);
+// Makes the entries of a folder durable.
+int files_sync_folder(const char *path, struct error *err);
+// Deletes a folder with the plain files in it (no folders inside).
+int files_remove_folder(const char *path, struct error *err);
+
+#endif

@@ -1,0 +1,62 @@
+// Owns the texts of --help.
+#include "trainer/help.h"
+
+#include <string.h>
+
+struct help {
+    const char *command, *usage, *text;
+};
+
+static const struct help helps[] = {
+    {"train", "dtrain --config FILE [--set KEY=VALUE]... [--resume auto|none|DIR] [--replan]",
+     "Trains a drafter. Continues from the newest complete checkpoint of run.dir by itself.\n"
+     "  --config FILE      YAML; `dtrain config` lists every key\n"
+     "  --set KEY=VALUE    overrides a key; the section may be left out where the key is unique\n"
+     "  --resume auto      (default) the newest complete checkpoint, or the beginning\n"
+     "  --resume none      the beginning; refused when run.dir holds checkpoints\n"
+     "  --resume DIR       this checkpoint\n"
+     "  --replan           continue although the machine or the execution differs\n"},
+    {"eval", "dtrain eval --config FILE --checkpoint DIR [--rows N] [--blocks FILE] [--set ...]",
+     "Acceptance of a checkpoint on the validation shards (data.val): accept_len_walk is the mean\n"
+     "number of tokens a decoder would take per step.\n"
+     "  --rows N           packed rows to score (default: all)\n"
+     "  --blocks FILE      one JSON line a visited block: doc_id, anchor, accepted\n"},
+    {"trace", "dtrain trace --config FILE --out FILE.safetensors [--checkpoint DIR] [--set ...]",
+     "Runs one training step and writes everything needed to compute it again elsewhere.\n"
+     "  --checkpoint DIR   the step that follows this checkpoint (default: the first step)\n"},
+    {"plan", "dtrain plan --config FILE [--set KEY=VALUE]...",
+     "Memory that a run takes, by group of tensors, before anything is allocated.\n"},
+    {"export", "dtrain export --checkpoint DIR --format zlab --out DIR [--allow-unservable]",
+     "Writes a servable drafter (bf16 model.safetensors and config.json).\n"
+     "  --format zlab      read by SGLang, vLLM and z-lab's code\n"
+     "  --allow-unservable write it although servers do not run it as trained\n"},
+    {"data check", "dtrain data check [--target DIR] [--no-verdicts] FILE...",
+     "Every fault of feature shards by file, document and row; exit status 1 if there is any.\n"
+     "Verdicts go to FILE.verdict.json, which training uses to leave bad documents out.\n"
+     "  --target DIR       also recompute the teacher on a sample of positions\n"
+     "  --no-verdicts      do not write verdict files\n"},
+    {"data stats", "dtrain data stats FILE...",
+     "Documents, tokens, supervised share, lengths and bytes of feature shards.\n"},
+    {"config", "dtrain config [--markdown]",
+     "Every config key: type, default, range, meaning, and whether it may change on resume.\n"},
+};
+
+static void print_overview(FILE *out)
+{
+    fprintf(out, "dtrain trains drafters for speculative decoding from hidden states.\n\n");
+    for (size_t i = 0; i < sizeof(helps) / sizeof(helps[0]); i++)
+        fprintf(out, "    %s\n", helps[i].usage);
+    fprintf(out,
+            "\n    dtrain COMMAND --help\n    dtrain --version\n\n"
+            "Exit status: 0 done; 1 the run failed; 2 usage, config or data refused before the\n"
+            "first step; 75 stopped by a signal with a checkpoint that resumes.\n\n");
+}
+
+void help_print(FILE *out, const char *command, bool overview)
+{
+    if (overview)
+        print_overview(out);
+    for (size_t i = 0; i < sizeof(helps) / sizeof(helps[0]); i++)
+        if (strcmp(helps[i].command, command) == 0)
+            fprintf(out, "%s%s\n\n%s", overview ? "" : "usage: ", helps[i].usage, helps[i].text);
+}

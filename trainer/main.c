@@ -1,0 +1,258 @@
+// The program: finds the command, reads its options, runs it.
+#include <getopt.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/log.h"
+#include "base/memory.h"
+#include "trainer/commands.h"
+#include "trainer/help.h"
+#include "version.h"
+
+enum option_id {
+    OPTION_CONFIG = 1,
+    OPTION_SET,
+    OPTION_RESUME,
+    OPTION_REPLAN,
+    OPTION_CHECKPOINT,
+    OPTION_OUT,
+    OPTION_FORMAT,
+    OPTION_ALLOW_UNSERVABLE,
+    OPTION_BLOCKS,
+    OPTION_TARGET,
+    OPTION_ROWS,
+    OPTION_NO_VERDICTS,
+    OPTION_MARKDOWN,
+    OPTION_HELP,
+    OPTION_VERSION,
+};
+
+static const struct option long_options[] = {
+    {"config", required_argument, NULL, OPTION_CONFIG},
+    {"set", required_argument, NULL, OPTION_SET},
+    {"resume", required_argument, NULL, OPTION_RESUME},
+    {"replan", no_argument, NULL, OPTION_REPLAN},
+    {"checkpoint", required_argument, NULL, OPTION_CHECKPOINT},
+    {"out", required_argument, NULL, OPTION_OUT},
+    {"format", required_argument, NULL, OPTION_FORMAT},
+    {"allow-unservable", no_argument, NULL, OPTION_ALLOW_UNSERVABLE},
+    {"blocks", required_argument, NULL, OPTION_BLOCKS},
+    {"target", required_argument, NULL, OPTION_TARGET},
+    {"rows", required_argument, NULL, OPTION_ROWS},
+    {"no-verdicts", no_argument, NULL, OPTION_NO_VERDICTS},
+    {"markdown", no_argument, NULL, OPTION_MARKDOWN},
+    {"help", no_argument, NULL, OPTION_HELP},
+    {"version", no_argument, NULL, OPTION_VERSION},
+    {NULL, 0, NULL, 0},
+};
+
+// A command, the options it takes (others are refused) and those it needs.
+struct command {
+    const char *name;
+    int (*run)(const struct options *options);
+    const char *takes; // names, space-separated
+    const char *needs;
+    bool files; // takes file names
+};
+
+static const struct command commands[] = {
+    {"train", command_train, "config set resume replan", "config", false},
+    {"eval", command_eval, "config set checkpoint blocks rows", "config checkpoint", false},
+    {"trace", command_trace, "config set checkpoint out", "config out", false},
+    {"plan", command_plan, "config set", "config", false},
+    {"export", command_export, "checkpoint format out allow-unservable", "checkpoint format out",
+     false},
+    {"data check", command_data_check, "target no-verdicts", "", true},
+    {"data stats", command_data_stats, "", "", true},
+    {"config", command_config, "markdown", "", false},
+};
+enum { COMMAND_COUNT = sizeof(commands) / sizeof(commands[0]) };
+
+static bool has_word(const char *words, const char *word)
+{
+    size_t n = strlen(word);
+    for (const char *at = words; (at = strstr(at, word)) != NULL; at += n)
+        if ((at == words || at[-1] == ' ') && (at[n] == ' ' || at[n] == '\0'))
+            return true;
+    return false;
+}
+
+static int usage_error(const char *text, const char *word)
+{
+    fprintf(stderr, "dtrain: %s%s; see dtrain --help\n", text, word);
+    return EXIT_REFUSED;
+}
+
+// The command named by argv[1] (and argv[2] for `data`); `train` when there is none. *skip: how many
+// words it took. NULL: unknown.
+static const struct command *find_command(int argc, char **argv, int *skip)
+{
+    *skip = 0;
+    if (argc < 2 || argv[1][0] == '-')
+        return &commands[0];
+    char name[64];
+    *skip = strcmp(argv[1], "data") == 0 && argc > 2 ? 2 : 1;
+    snprintf(name, sizeof(name), *skip == 2 ? "%s %s" : "%s", argv[1], *skip == 2 ? argv[2] : "");
+    for (size_t i = 0; i < COMMAND_COUNT; i++)
+        if (strcmp(commands[i].name, name) == 0)
+            return &commands[i];
+    return NULL;
+}
+
+static int unknown_command(char **argv)
+{
+    const char *names[COMMAND_COUNT];
+    for (size_t i = 0; i < COMMAND_COUNT; i++)
+        names[i] = commands[i].name;
+    const char *nearest = error_nearest(argv[1], names, COMMAND_COUNT);
+    fprintf(stderr, "dtrain: unknown command %s", argv[1]);
+    if (nearest != NULL)
+        fprintf(stderr, "; did you mean %s?", nearest);
+    fprintf(stderr, "\nsee dtrain --help\n");
+    return EXIT_REFUSED;
+}
+
+static int take_rows(const char *text, long long *rows)
+{
+    char *end;
+    *rows = strtoll(text, &end, 10);
+    return *end != '\0' || end == text || *rows < 0
+               ? usage_error("--rows: not a number of rows: ", text)
+               : 0;
+}
+
+// Puts one option into `options`. Returns 0, or an exit status.
+static int take_option(const struct command *command, int id, struct options *options)
+{
+    const char *name = long_options[id - 1].name;
+    if (!has_word(command->takes, name)) {
+        fprintf(stderr, "dtrain %s: no option --%s; see dtrain %s --help\n", command->name, name,
+                command->name);
+        return EXIT_REFUSED;
+    }
+    switch ((enum option_id)id) {
+    case OPTION_CONFIG:
+        options->config = optarg;
+        break;
+    case OPTION_SET:
+        options->sets[options->set_count++] = optarg;
+        break;
+    case OPTION_RESUME:
+        options->resume = optarg;
+        break;
+    case OPTION_REPLAN:
+        options->replan = true;
+        break;
+    case OPTION_CHECKPOINT:
+        options->checkpoint = optarg;
+        break;
+    case OPTION_OUT:
+        options->out = optarg;
+        break;
+    case OPTION_FORMAT:
+        options->format = optarg;
+        break;
+    case OPTION_ALLOW_UNSERVABLE:
+        options->allow_unservable = true;
+        break;
+    case OPTION_BLOCKS:
+        options->blocks = optarg;
+        break;
+    case OPTION_TARGET:
+        options->target = optarg;
+        break;
+    case OPTION_ROWS:
+        return take_rows(optarg, &options->rows);
+    case OPTION_NO_VERDICTS:
+        options->no_verdicts = true;
+        break;
+    case OPTION_MARKDOWN:
+        options->markdown = true;
+        break;
+    case OPTION_HELP:
+    case OPTION_VERSION:
+        break;
+    }
+    return 0;
+}
+
+static int check_needs(const struct command *command, const struct options *options)
+{
+    const struct {
+        const char *name, *value;
+    } given[] = {{"config", options->config},
+                 {"checkpoint", options->checkpoint},
+                 {"format", options->format},
+                 {"out", options->out}};
+    for (size_t i = 0; i < sizeof(given) / sizeof(given[0]); i++)
+        if (has_word(command->needs, given[i].name) && given[i].value == NULL) {
+            fprintf(stderr, "dtrain %s: --%s is required; see dtrain %s --help\n", command->name,
+                    given[i].name, command->name);
+            return EXIT_REFUSED;
+        }
+    if (command->files && options->file_count == 0)
+        return usage_error("name the shards to look at: ", command->name);
+    if (!command->files && options->file_count > 0)
+        return usage_error("unexpected word ", options->files[0]);
+    return 0;
+}
+
+// The command line in one string, for provenance. The caller frees.
+static char *join_command(int argc, char **argv)
+{
+    size_t n = 1;
+    for (int i = 0; i < argc; i++)
+        n += strlen(argv[i]) + 1;
+    char *text = memory_alloc(n, 1);
+    for (int i = 0; i < argc; i++) {
+        strcat(text, argv[i]);
+        strcat(text, i + 1 < argc ? " " : "");
+    }
+    return text;
+}
+
+static int run(const struct command *command, int skip, int argc, char **argv,
+               struct options *options)
+{
+    int status = 0, id;
+    optind = 1;
+    while (status == 0 &&
+           (id = getopt_long(argc - skip, argv + skip, "", long_options, NULL)) != -1) {
+        if (id == '?')
+            status = EXIT_REFUSED;
+        else if (id == OPTION_HELP) {
+            help_print(stdout, command->name, skip == 0);
+            return EXIT_DONE;
+        } else if (id == OPTION_VERSION) {
+            printf("dtrain %s (%s, %s)\n", DTRAIN_VERSION, DTRAIN_COMMIT, DTRAIN_BUILD);
+            return EXIT_DONE;
+        } else
+            status = take_option(command, id, options);
+    }
+    options->files = argv + skip + optind;
+    options->file_count = argc - skip - optind;
+    if (status == 0)
+        status = check_needs(command, options);
+    return status == 0 ? command->run(options) : status;
+}
+
+int main(int argc, char **argv)
+{
+    int skip;
+    struct options options = {0};
+    if (argc < 2) {
+        help_print(stderr, "train", true);
+        return EXIT_REFUSED;
+    }
+    const struct command *command = find_command(argc, argv, &skip);
+    if (command == NULL)
+        return unknown_command(argv);
+    char *line = join_command(argc, argv);
+    options.sets = memory_alloc((size_t)argc, sizeof(*options.sets));
+    options.command = line;
+    int status = run(command, skip, argc, argv, &options);
+    free(options.sets);
+    free(line);
+    return status;
+}

@@ -1,0 +1,14 @@
+// Signals that end a run cleanly: SIGTERM, SIGINT, SIGUSR1 (Slurm's warning). The first asks the step
+// loop to stop; a second one ends the process at once.
+#ifndef TRAINER_SIGNALS_H
+#define TRAINER_SIGNALS_H
+
+#include <stdbool.h>
+
+void signals_install(void);
+// The signal that asked to stop; 0: none.
+int signals_received(void);
+// For struct step: true once a signal came.
+bool signals_stop(void *unused);
+
+#endif

@@ -1,0 +1,452 @@
+// Owns a training run: epochs, steps, validation, checkpoints, signals. The step itself is step.c's.
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+
+#include "base/log.h"
+#include "base/timer.h"
+#include "data/prefetch.h"
+#include "trainer/checkpoint.h"
+#include "trainer/commands.h"
+#include "trainer/resume.h"
+#include "trainer/run_folder.h"
+#include "trainer/schedule.h"
+#include "trainer/session.h"
+#include "trainer/signals.h"
+
+enum { NAMED_DOCUMENTS = 16 }; // documents of a step that an error lists
+
+struct run {
+    const struct options *options;
+    struct config config;
+    struct session session;
+    struct run_folder folder;
+    struct step step;
+    struct model_state *snapshot; // borrowed from the writer
+    struct checkpoint_writer *writer;
+    struct checkpoint_info info;
+    struct source *source;
+    struct prefetch *prefetch;
+    struct counters counters;
+    int64_t *epoch_rows; // [epochs] packed rows
+    uint64_t epochs;     // that the steps need
+    int64_t total_steps;
+    int64_t saved_step; // newest step handed to the writer
+    uint64_t step_docs[NAMED_DOCUMENTS];
+    int64_t step_doc_count;
+    double wait_seconds, read_seconds, read_bytes, save_seconds; // of the running step
+};
+
+static void pack_epoch(void *context, uint64_t epoch, struct packing *packing)
+{
+    const struct run *run = context;
+    packing_make(packing, &run->session.train, run->config.data.seq_len,
+                 (uint64_t)run->config.run.seed, epoch, true);
+}
+
+// Rows of every epoch that is needed, and the number of steps. A step never crosses an epoch's end.
+static void count_steps(struct run *run)
+{
+    const struct config *config = &run->config;
+    int64_t per_step = config->data.rows_per_step;
+    run->epoch_rows = memory_alloc((size_t)config->run.epochs, sizeof(*run->epoch_rows));
+    for (int64_t epoch = 0; epoch < config->run.epochs; epoch++) {
+        struct packing packing;
+        pack_epoch(run, (uint64_t)epoch, &packing);
+        run->epoch_rows[epoch] = packing.rows;
+        run->total_steps += (packing.rows + per_step - 1) / per_step;
+        packing_release(&packing);
+        run->epochs++;
+        if (config->run.max_steps > 0 && run->total_steps >= config->run.max_steps)
+            break;
+    }
+    if (config->run.max_steps > 0 && run->total_steps > config->run.max_steps)
+        run->total_steps = config->run.max_steps;
+}
+
+static double peak_memory(void)
+{
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    return (double)usage.ru_maxrss * 1024.0;
+}
+
+static void describe_start(const struct run *run)
+{
+    const struct documents *d = &run->session.train;
+    const struct execution *e = &run->session.execution;
+    log_info("data: %zu documents, %lld tokens, %.1f %% supervised; left out: %lld without "
+             "supervised tokens, %lld bad; %lld cut to %lld tokens",
+             d->count, (long long)d->tokens,
+             100.0 * (double)d->supervised / (double)(d->tokens > 0 ? d->tokens : 1),
+             (long long)d->dropped_unsupervised, (long long)d->dropped_bad, (long long)d->cut,
+             (long long)run->config.data.seq_len);
+    log_info("drafter: %lld layers, blocks of %lld, %.2f M trainable parameters",
+             (long long)run->session.sizes.layers, (long long)run->session.sizes.block_size,
+             (double)run->session.params.trainable * 1e-6);
+    log_info("anchors: at most %lld per %s", (long long)run->config.anchors.max_anchors,
+             run->config.anchors.per == ANCHORS_PER_ROW ? "row" : "document");
+    log_info("execution: %s (%s), %s, groups of %lld rows, chunks of %lld, recompute %s, "
+             "%lld threads, %.2f GB planned",
+             e->device, e->hardware, e->compute, (long long)e->group_rows, (long long)e->chunk_rows,
+             e->recompute, (long long)e->threads, (double)run->step.arena.bytes * 1e-9);
+    log_info("steps: %lld, from step %lld", (long long)run->total_steps,
+             (long long)run->counters.step + 1);
+}
+
+static int open_prefetch(struct run *run, struct error *err)
+{
+    const struct config *config = &run->config;
+    struct prefetch_options options = {.depth = config->data.prefetch_rows,
+                                       .threads = (int)config->data.readers,
+                                       .on_bad_sample = config->data.on_bad_sample,
+                                       .seq_len = config->data.seq_len,
+                                       .host_alloc = run->session.backend->host_alloc,
+                                       .host_free = run->session.backend->host_free};
+    if (source_open_shards(&run->source, &run->session.train, config->data.check_crc, err) != 0)
+        return -1;
+    uint64_t epoch = (uint64_t)run->counters.epoch;
+    if (epoch >= run->epochs)
+        return 0; // everything has been read
+    return prefetch_open(&run->prefetch, run->source, &options, pack_epoch, run, epoch,
+                         run->counters.row, run->epochs - epoch, err);
+}
+
+// Too many bad documents? With `skip` they are left out one by one.
+static int check_bad_fraction(const struct run *run, struct error *err)
+{
+    double bad = (double)run->counters.bad_documents, seen = (double)run->session.train.count;
+    if (bad <= run->config.data.max_bad_fraction * seen)
+        return 0;
+    return error_set(err,
+                     "%.0f of %.0f documents have bad values, more than data.max_bad_fraction %g "
+                     "allows; look at them with: dtrain data check FILE...",
+                     bad, seen, run->config.data.max_bad_fraction);
+}
+
+static void remember_documents(struct run *run, const struct row *row)
+{
+    for (int64_t d = 0; d < row->documents; d++, run->step_doc_count++)
+        if (run->step_doc_count < NAMED_DOCUMENTS)
+            run->step_docs[run->step_doc_count] = row->doc_ids[d];
+}
+
+// All micro-steps of the next step. 0: done, 1: stopped by a signal, -1: failed.
+static int run_rows(struct run *run, int64_t rows, struct error *err)
+{
+    step_begin(&run->step);
+    run->wait_seconds = run->read_seconds = run->read_bytes = 0.0;
+    run->step_doc_count = 0;
+    for (int64_t r = 0; r < rows; r++) {
+        struct row *row = NULL;
+        double wait = 0.0;
+        int got = prefetch_next(run->prefetch, &row, &wait, err);
+        if (got < 0)
+            return -1;
+        if (got == 0)
+            BUG("the data ended before step %lld", (long long)run->counters.step + 1);
+        run->wait_seconds += wait;
+        run->read_seconds += row->read_seconds;
+        run->read_bytes += (double)row->read_bytes;
+        remember_documents(run, row);
+        int stopped = step_row(&run->step, row);
+        prefetch_return(run->prefetch, row);
+        if (stopped || signals_received() != 0)
+            return 1;
+    }
+    return 0;
+}
+
+static void name_nonfinite(const struct run *run, const struct step_outcome *outcome)
+{
+    char list[NAMED_DOCUMENTS * 24] = "";
+    size_t at = 0;
+    for (int64_t i = 0; i < run->step_doc_count && i < NAMED_DOCUMENTS; i++)
+        at += (size_t)snprintf(list + at, sizeof(list) - at, " %llu",
+                               (unsigned long long)run->step_docs[i]);
+    log_warn("step %lld: the gradient of %s is not finite; the step is skipped. Its documents:%s%s",
+             (long long)run->counters.step + 1, outcome->tensor, list,
+             run->step_doc_count > NAMED_DOCUMENTS ? " ..." : "");
+}
+
+// Moves the counters over a step that ran to its end.
+static void count_step(struct run *run, int64_t rows, const struct step_outcome *outcome)
+{
+    struct counters *c = &run->counters;
+    c->step++;
+    c->row += rows;
+    if (c->row >= run->epoch_rows[c->epoch]) {
+        c->epoch++;
+        c->row = 0;
+    }
+    c->tokens += (int64_t)run->step.metrics.tokens;
+    c->bad_documents += (int64_t)run->step.metrics.bad_documents;
+    c->applied += outcome->applied;
+    c->skipped_empty += outcome->empty;
+    c->skipped_nonfinite += outcome->nonfinite;
+    c->nonfinite_in_a_row = outcome->nonfinite ? c->nonfinite_in_a_row + 1 : 0;
+}
+
+static int report_step(struct run *run, const struct step_outcome *outcome, int64_t epoch,
+                       double lr, double seconds, struct error *err)
+{
+    double weights[LOSS_TERM_COUNT];
+    for (int term = 0; term < LOSS_TERM_COUNT; term++)
+        weights[term] = (double)run->step.loss.weight[term];
+    const struct step_seconds *part = &run->step.seconds;
+    struct step_report report = {.step = run->counters.step,
+                                 .total_steps = run->total_steps,
+                                 .epoch = epoch,
+                                 .metrics = &run->step.metrics,
+                                 .normalize = run->config.loss.normalize,
+                                 .term_weights = weights,
+                                 .block_size = run->session.sizes.block_size,
+                                 .lr = lr,
+                                 .grad_norm = outcome->grad_norm,
+                                 .clip_factor = outcome->clip_factor,
+                                 .skipped = !outcome->applied,
+                                 .seconds = seconds,
+                                 .wait_seconds = run->wait_seconds,
+                                 .read_seconds = run->read_seconds,
+                                 .forward_seconds = part->forward,
+                                 .loss_seconds = part->loss,
+                                 .backward_seconds = part->backward,
+                                 .optimizer_seconds = part->optimizer,
+                                 .save_seconds = run->save_seconds,
+                                 .read_bytes = run->read_bytes,
+                                 .memory_bytes = peak_memory()};
+    run->save_seconds = 0.0;
+    return run_folder_step(&run->folder, &report, run->config.log.every, err);
+}
+
+// One optimizer step. 0: done, 1: stopped, -1: failed.
+static int run_step(struct run *run, struct error *err)
+{
+    double start = timer_now();
+    struct counters *c = &run->counters;
+    int64_t rows = run->epoch_rows[c->epoch] - c->row, epoch = c->epoch;
+    if (rows > run->config.data.rows_per_step)
+        rows = run->config.data.rows_per_step;
+    int status = run_rows(run, rows, err);
+    if (status != 0)
+        return status;
+    double lr =
+        schedule_lr(&run->config.schedule, run->config.optimizer.lr, c->step + 1, run->total_steps);
+    struct step_outcome outcome;
+    step_apply(&run->step, lr, c->applied + 1, &outcome);
+    if (outcome.nonfinite)
+        name_nonfinite(run, &outcome);
+    if (outcome.empty)
+        log_warn("step %lld: nothing supervised in its %lld rows; the weights stay as they are",
+                 (long long)c->step + 1, (long long)rows);
+    count_step(run, rows, &outcome);
+    if (report_step(run, &outcome, epoch, lr, timer_now() - start, err) != 0)
+        return -1;
+    if (outcome.nonfinite && c->nonfinite_in_a_row > run->config.run.max_nonfinite)
+        return error_set(err,
+                         "%lld steps in a row had a non-finite gradient (run.max_nonfinite "
+                         "%lld); the first bad tensor is %s",
+                         (long long)c->nonfinite_in_a_row, (long long)run->config.run.max_nonfinite,
+                         outcome.tensor);
+    return check_bad_fraction(run, err);
+}
+
+static void save(struct run *run, bool best)
+{
+    if (run->saved_step == run->counters.step && !best)
+        return;
+    double start = timer_now();
+    struct model_state *snapshot = checkpoint_writer_snapshot(run->writer);
+    step_save(&run->step, snapshot);
+    snapshot->counters = run->counters;
+    run->saved_step = run->counters.step;
+    checkpoint_writer_save(run->writer, best);
+    run->save_seconds += timer_now() - start;
+}
+
+// Scores the validation rows. Sets *best when accept_len_walk is the best so far. 0, 1 stopped, -1.
+static int validate(struct run *run, bool *best, struct error *err)
+{
+    struct metrics metrics = {0};
+    struct walk walk = {0};
+    struct counters *c = &run->counters;
+    double start = timer_now();
+    int status = session_validate(&run->session, &run->step, run->config.validation.rows, &metrics,
+                                  &walk, NULL, NULL, err);
+    if (status != 0)
+        return status;
+    double accept_len = walk_accept_len(&walk);
+    *best = c->step > 0 && accept_len > c->best_accept_len_walk;
+    if (*best) {
+        c->best_accept_len_walk = accept_len;
+        c->best_step = c->step;
+        c->validations_without_better = 0;
+    } else if (c->step > 0) {
+        c->validations_without_better++;
+    }
+    c->last_validation = c->step;
+    struct validation_report report = {.step = c->step,
+                                       .epoch = c->epoch,
+                                       .metrics = &metrics,
+                                       .walk = &walk,
+                                       .draft_tokens = &run->config.validation.draft_tokens,
+                                       .normalize = run->config.loss.normalize,
+                                       .block_size = run->session.sizes.block_size,
+                                       .seconds = timer_now() - start,
+                                       .best = *best};
+    return run_folder_validation(&run->folder, &report, err);
+}
+
+static bool validation_due(const struct run *run)
+{
+    const struct counters *c = &run->counters;
+    if (!run->session.has_val || c->last_validation == c->step)
+        return false;
+    if (c->step == 0)
+        return run->config.validation.at_start;
+    if (c->step == run->total_steps)
+        return true;
+    return run->config.validation.every > 0 && c->step % run->config.validation.every == 0;
+}
+
+static bool patience_ends(const struct run *run)
+{
+    int64_t patience = run->config.validation.patience;
+    return patience > 0 && run->counters.validations_without_better >= patience;
+}
+
+// Validation and checkpoint that are due after the counters' step. 0, 1 stopped, -1 failed.
+static int after_step(struct run *run, struct error *err)
+{
+    int64_t step = run->counters.step, every = run->config.checkpoint.every;
+    bool best = false;
+    if (validation_due(run)) {
+        int status = validate(run, &best, err);
+        if (status != 0)
+            return status;
+    }
+    if (best && run->config.checkpoint.best)
+        save(run, true);
+    else if (step > 0 && ((every > 0 && step % every == 0) || step == run->total_steps))
+        save(run, false);
+    return 0;
+}
+
+// The loop. Returns an exit status.
+static int loop(struct run *run, struct error *err)
+{
+    int status = after_step(run, err);
+    while (status == 0 && run->counters.step < run->total_steps && !patience_ends(run)) {
+        status = signals_received() != 0 ? 1 : run_step(run, err);
+        if (status == 0)
+            status = after_step(run, err);
+    }
+    if (status < 0)
+        return EXIT_FAILED;
+    if (patience_ends(run) && status == 0)
+        log_info("no better accept_len_walk in %lld validations: the run ends early",
+                 (long long)run->counters.validations_without_better);
+    if (run->counters.step > 0 || status == 1)
+        save(run, false);
+    if (status == 0)
+        return EXIT_DONE;
+    log_info("signal %d: stopping at step %lld", signals_received(), (long long)run->counters.step);
+    return EXIT_STOPPED;
+}
+
+// From the config to a run that is ready for its first step. Every fault is a refusal (status 2)
+// unless *status says otherwise.
+static int open_run(struct run *run, int *status, struct error *err)
+{
+    const struct options *options = run->options;
+    struct config *config = &run->config;
+    struct session *session = &run->session;
+    *status = EXIT_REFUSED;
+    if (config_load(config, options->config, options->sets, options->set_count, err) != 0 ||
+        config_expand_files(config, err) != 0)
+        return -1;
+    if (config->run.dir == NULL)
+        return error_set(err, "%s: run.dir: required; the folder for checkpoints and metrics",
+                         options->config);
+    if (session_open(session, config, SESSION_TRAIN | SESSION_VAL, err) != 0)
+        return -1;
+    if (run_folder_open(&run->folder, config->run.dir, err) != 0)
+        return -1;
+    struct resume resume = {.choice = options->resume, .replan = options->replan};
+    if (resume_find(&resume, &run->folder, session, err) != 0) {
+        *status = resume.failed ? EXIT_FAILED : EXIT_REFUSED;
+        return -1;
+    }
+    run->info = (struct checkpoint_info){.config = config,
+                                         .execution = &session->execution,
+                                         .sizes = &session->sizes,
+                                         .target = &session->target,
+                                         .target_name = session->target_name,
+                                         .data_fingerprint = session->train.fingerprint,
+                                         .command = options->command};
+    if (checkpoint_writer_open(&run->writer, run->folder.checkpoints, &session->params, &run->info,
+                               config->checkpoint.keep, config->checkpoint.background, err) != 0)
+        return -1;
+    struct step_setup setup = session_step_setup(session, true);
+    if (step_open(&run->step, &setup, err) != 0)
+        return -1;
+    run->step.stop = signals_stop;
+    struct model_state *state = checkpoint_writer_snapshot(run->writer);
+    if (resume_load(&resume, session, state, err) != 0) {
+        *status = EXIT_FAILED;
+        return -1;
+    }
+    run->counters = state->counters;
+    run->saved_step = resume.path != NULL ? state->counters.step : -1;
+    step_load(&run->step, state);
+    resume_release(&resume);
+    count_steps(run);
+    *status = EXIT_FAILED;
+    return run_folder_start(&run->folder, run->counters.step, config->log.tensorboard, err) != 0
+               ? -1
+               : open_prefetch(run, err);
+}
+
+static void close_run(struct run *run)
+{
+    if (run->prefetch != NULL)
+        prefetch_close(run->prefetch);
+    if (run->source != NULL)
+        source_close(run->source);
+    if (run->writer != NULL)
+        checkpoint_writer_close(run->writer);
+    step_close(&run->step);
+    run_folder_close(&run->folder);
+    session_close(&run->session);
+    config_release(&run->config);
+    free(run->epoch_rows);
+}
+
+int command_train(const struct options *options)
+{
+    struct run run = {.options = options, .folder = {.lock_fd = -1}};
+    struct error err = {0};
+    int status;
+    config_init(&run.config);
+    signals_install();
+    if (open_run(&run, &status, &err) == 0) {
+        describe_start(&run);
+        status = loop(&run, &err);
+        struct error write_error = {0};
+        if (checkpoint_writer_wait(run.writer, &write_error) != 0 && status != EXIT_FAILED) {
+            status = EXIT_FAILED;
+            err = write_error;
+        }
+    }
+    log_status_line(NULL);
+    if (status == EXIT_DONE)
+        log_info("done: %lld steps; results are in %s", (long long)run.counters.step,
+                 run.config.run.dir);
+    else if (err.text[0] != '\0')
+        log_error("%s", err.text);
+    close_run(&run);
+    return status;
+}
