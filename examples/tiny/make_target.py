@@ -106,7 +106,8 @@ def train(model, lines, held_out, args):
     for epoch in range(args.epochs):
         for batch in epoch_batches(lines, args.batch, rng):
             ids, labels = batch_of(batch)
-            loss = model(input_ids=ids, labels=labels).loss
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(input_ids=ids, labels=labels).loss
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -119,7 +120,7 @@ def train(model, lines, held_out, args):
 def main():
     parser = argparse.ArgumentParser(description="train the tiny target")
     parser.add_argument("--out", default=os.path.join(HERE, "model"))
-    parser.add_argument("--epochs", type=int, default=24)
+    parser.add_argument("--epochs", type=int, default=14)
     parser.add_argument("--batch", type=int, default=24)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,0 +1,181 @@
+"""The run of an extraction: folder, plan of shards, capture, progress.
+
+    OUT/extraction.json     what is extracted (a resumed run must match it)
+    OUT/answers.jsonl       what the target answered so far
+    OUT/target/             target directory
+    OUT/train-00000.h5 ...  finished shards (and val-*.h5)
+    OUT/documents.jsonl     manifest: a line a document, written when all shards are there
+
+Shards are planned from the documents alone, so a resumed run plans the same ones and skips those that
+exist. Nothing but the states of one batch is held in memory.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import time
+
+import h5py
+import numpy as np
+
+from dtrain_tools.documents import InputError
+from dtrain_tools.shards import TEMPORARY, DiskFull, ShardWriter, document_id, free_bytes, shard_bytes
+from dtrain_tools.tensor_file import bf16_to_float
+
+
+@dataclasses.dataclass
+class Shard:
+    name: str
+    documents: list
+    ids: list
+    tokens: int = 0
+
+
+def plan_shards(documents, val_keys, base_key, shard_tokens):
+    """Documents in order, cut into shards of at most shard_tokens (a longer document has its own)."""
+    shards, seen = [], {}
+    for split in ("train", "val"):
+        open_shard = None
+        for document in documents:
+            if (base_key(document) in val_keys) != (split == "val"):
+                continue
+            identity = document_id(document.key, document.sample, document.ids, document.mask)
+            if seen.setdefault(identity, document) is not document:
+                raise InputError(f"{document.where}: same document id as {seen[identity].where}; give `id` fields")
+            if open_shard is None or open_shard.tokens + len(document.ids) > shard_tokens:
+                number = sum(shard.name.startswith(split) for shard in shards)
+                open_shard = Shard(f"{split}-{number:05d}.h5", [], [])
+                shards.append(open_shard)
+            open_shard.documents.append(document)
+            open_shard.ids.append(identity)
+            open_shard.tokens += len(document.ids)
+    return shards
+
+
+class Extraction:
+    def __init__(self, target, folder, layer_ids, attributes, say):
+        self.target, self.folder, self.layer_ids, self.say = target, folder, layer_ids, say
+        self.attributes = {**attributes, "target_layer_ids": layer_ids, "hidden_size": target.hidden_size,
+                           "vocab_size": target.vocab_size, "last_hidden": "pre_norm"}
+        self.planes = len(layer_ids) + 1
+        self.seconds = 0.0
+        self.tokens = self.padded = self.greedy_same = self.supervised = 0
+
+    def bytes_needed(self, shards):
+        return sum(shard_bytes(len(s.documents), s.tokens, self.planes, self.target.hidden_size) for s in shards)
+
+    def run(self, shards, budget, capture, teacher_rows):
+        missing = [shard for shard in shards if not self._finished(shard)]
+        if len(missing) < len(shards):
+            self.say(f"{len(shards) - len(missing)} of {len(shards)} shards are finished and kept")
+        need, free = self.bytes_needed(missing), free_bytes(self.folder)
+        self.say(f"{sum(s.tokens for s in missing):,} tokens in {sum(len(s.documents) for s in missing)} documents, "
+                 f"{len(missing)} shards: {need:,} bytes needed, {free:,} free in {self.folder}")
+        if need > free:
+            raise DiskFull(f"{self.folder}: {need:,} bytes needed, {free:,} free; nothing was captured: make room, "
+                           "choose fewer layers or documents (--limit), or write to another disk")
+        for shard in missing:
+            self._write(shard, budget, capture, teacher_rows)
+        self._write_manifest(shards)
+
+    def _finished(self, shard):
+        """A shard of that name exists and holds exactly these documents."""
+        path = os.path.join(self.folder, shard.name)
+        if not os.path.exists(path):
+            return False
+        with h5py.File(path, "r") as file:
+            same = np.array_equal(file["doc_id"][:], np.array(shard.ids, dtype=np.uint64))
+        if not same:
+            raise InputError(f"{path}: holds other documents than this run plans for it; use another --out")
+        return True
+
+    def _write(self, shard, budget, capture, teacher_rows):
+        path = os.path.join(self.folder, shard.name)
+        writer = ShardWriter(path, self.attributes, [len(d.ids) for d in shard.documents], shard.ids)
+        try:
+            numbered = list(enumerate(shard.documents))
+            groups = budget.run(numbered, lambda pair: len(pair[1].ids),
+                                lambda group: self._capture(group, capture, teacher_rows))
+            done = 0
+            for group, results in groups:
+                for (index, document), (states, teacher) in zip(group, results):
+                    writer.write(index, document.ids, document.mask, states, teacher)
+                done += len(group)
+                self._report(f"{shard.name} {done}/{len(shard.documents)}")
+        except BaseException:
+            writer.abort()
+            raise
+        writer.finish()
+
+    def _capture(self, group, capture, teacher_rows):
+        started = time.time()
+        results = capture.run([document.ids for _, document in group], teacher_rows)
+        self.seconds += time.time() - started
+        lengths = [len(document.ids) for _, document in group]
+        self.tokens += sum(lengths)
+        self.padded += max(lengths) * len(lengths)
+        for (_, document), (_, teacher) in zip(group, results):
+            ids, mask = np.array(document.ids), np.array(document.mask, dtype=bool)
+            self.supervised += int(mask[1:].sum())
+            self.greedy_same += int((ids[1:] == teacher[0][:-1])[mask[1:]].sum())
+        return results
+
+    def _report(self, what):
+        self.say(f"{what}, {self.tokens / max(self.seconds, 1e-9):.0f} tokens/s, "
+                 f"{100 * (1 - self.tokens / self.padded):.1f} % padding")
+
+    def _write_manifest(self, shards):
+        path = os.path.join(self.folder, "documents.jsonl")
+        with open(path + TEMPORARY, "w", encoding="utf-8") as file:
+            for shard in shards:
+                for document, identity in zip(shard.documents, shard.ids):
+                    file.write(json.dumps({"doc_id": identity, "source": document.source, "key": document.key,
+                                           "sample": document.sample, "tokens": len(document.ids),
+                                           "supervised": document.supervised, "shard": shard.name}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path + TEMPORARY, path)
+
+
+def settle_folder(folder, settings):
+    """Creates the folder, or refuses one that holds an extraction with other settings."""
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, "extraction.json")
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            before = json.load(file)
+        differ = [name for name in sorted({*before, *settings}) if before.get(name) != settings.get(name)]
+        if differ:
+            raise InputError(f"{folder}: holds an extraction with other settings ({', '.join(differ)}); "
+                             "use another --out, or the same settings to go on with it")
+        return
+    with open(path + TEMPORARY, "w", encoding="utf-8") as file:
+        json.dump(settings, file, indent=2)
+    os.replace(path + TEMPORARY, path)
+
+
+def check_padding(capture, documents, teacher_rows, tolerance):
+    """Refuses a model whose states depend on the padding of a batch. -> the largest relative difference."""
+    shortest = min(documents, key=lambda d: len(d.ids)).ids
+    longest = max(documents, key=lambda d: len(d.ids)).ids[:2 * len(shortest) + 16]
+    alone = bf16_to_float(capture.run([shortest], teacher_rows)[0][0])
+    padded = bf16_to_float(capture.run([longest, shortest], teacher_rows)[1][0])
+    size = np.maximum(np.abs(alone), np.sqrt((alone ** 2).mean(axis=(0, 2), keepdims=True)))
+    error = float((np.abs(alone - padded) / size).max())
+    if not error <= tolerance:
+        raise InputError(f"states of a padded document differ from those of the same document alone by {error:.1e} "
+                         "of their size: this model cannot be run on padded batches")
+    return error
+
+
+def content_sha256(paths):
+    digest = hashlib.sha256()
+    for path in paths:
+        try:
+            with open(path, "rb") as file:
+                for block in iter(lambda: file.read(1 << 20), b""):
+                    digest.update(block)
+        except OSError as error:
+            raise InputError(f"{path}: {error.strerror}") from error
+    return digest.hexdigest()
