@@ -16,17 +16,15 @@ from safetensors import safe_open
 # Norms of these targets multiply by w, or by 1 + w. Others are refused: reading one as the other keeps
 # most argmaxes and is hard to notice.
 PLAIN_NORM = {
-    "llama", "mistral", "mistral3", "ministral3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_text",
-    "qwen3_vl_moe", "qwen3_vl_moe_text", "deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe", "gpt_oss", "phi3", "smollm3",
-    "minimax_m2",
+    "llama", "mistral", "ministral3", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl_text",
+    "qwen3_vl_moe_text", "deepseek_v3", "kimi_k2", "glm4_moe", "gpt_oss", "phi3", "smollm3", "minimax_m2", "granite",
 }  # fmt: skip
-ONE_PLUS_NORM = {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
+GEMMA = {"gemma", "gemma3", "gemma3_text"}  # embeddings times sqrt(H)
+ONE_PLUS_NORM = {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"} | GEMMA
 # Keys that wrap embedding or head in more than a matrix, and the values that mean "does nothing".
 UNSUPPORTED_KEYS = {
     "final_logit_softcapping": (None, 0, 0.0),
     "logit_scale": (None, 1, 1.0),
-    "logits_scaling": (None, 1, 1.0),
-    "embedding_multiplier": (None, 1, 1.0),
     "lm_head_multiplier": (None, 1, 1.0),
     "scale_emb": (None, 1, 1.0),
 }
@@ -38,7 +36,7 @@ class Refused(Exception):
 
 @dataclass
 class Target:
-    """The frozen part of the target. norm already holds the factor (1 + w where the family stores w)."""
+    """The frozen part of the target, scales folded in. norm is the factor (1 + w where the family stores w)."""
 
     config: dict
     embed: torch.Tensor  # [V, H]
@@ -96,7 +94,7 @@ def target_rope_theta(config):
     parameters = text.get("rope_parameters") or {}
     if parameters.get("rope_theta") is not None:
         return float(parameters["rope_theta"])
-    raise Refused("drafter.rope_theta is not given and the target's config has no rope_theta")
+    return 10000.0  # what the format means when it says nothing
 
 
 def make_shape(config, target_config):
@@ -206,16 +204,19 @@ def make_target(config, tensors, where):
             raise Refused(f"{where}: {key} = {text[key]} is not implemented")
     if kind not in PLAIN_NORM | ONE_PLUS_NORM:
         raise Refused(f"{where}: model_type {kind}: it is not known whether its norms store w or w - 1")
-    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", kind in GEMMA))
     head = tensors.get("lm_head.weight")
     if head is None and not tied:
         raise Refused(f"{where}: no lm_head.weight, and tie_word_embeddings is not true")
-    embed = tensors["embed_tokens.weight"].to(torch.float64)
+    table = tensors["embed_tokens.weight"]
+    scale = float(text.get("embedding_multiplier") or 1.0)
+    if kind in GEMMA:  # the model's own code rounds the root to the dtype of the table
+        scale = float(torch.tensor(text["hidden_size"] ** 0.5).to(table.dtype))
     norm = tensors["norm.weight"].to(torch.float64)
     return Target(
         config=config,
-        embed=embed,
-        head=embed if head is None else head.to(torch.float64),
+        embed=table.to(torch.float64) * scale,
+        head=(table if head is None else head).to(torch.float64) / float(text.get("logits_scaling") or 1.0),
         norm=norm + 1.0 if kind in ONE_PLUS_NORM else norm,
     )
 
