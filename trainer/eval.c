@@ -85,10 +85,8 @@ int command_eval(const struct options *options)
     int status = EXIT_REFUSED;
     config_init(&config);
     signals_install();
-    if (config_load(&config, options->config, options->sets, options->set_count, &err) != 0)
-        goto out;
-    config.data.train.count = 0; // only the validation shards are looked at
-    if (config_expand_files(&config, &err) != 0 ||
+    if (session_config(&config, options->config, options->sets, options->set_count, SESSION_VAL,
+                       &err) != 0 ||
         session_open(&session, &config, SESSION_VAL, &err) != 0)
         goto out;
     status = EXIT_FAILED;

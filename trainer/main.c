@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/error.h"
 #include "base/log.h"
 #include "base/memory.h"
 #include "trainer/commands.h"

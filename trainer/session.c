@@ -7,6 +7,24 @@
 #include "base/log.h"
 #include "data/prefetch.h"
 
+int session_config(struct config *config, const char *file, const char *const *sets,
+                   size_t set_count, int needs, struct error *err)
+{
+    struct error warnings = {0};
+    if (config_load(config, file, sets, set_count, err) != 0)
+        return -1;
+    log_configure((enum log_level)config->log.level, 0);
+    if (config_warnings(config, &warnings) > 0)
+        log_warn("%s", warnings.text);
+    if ((needs & SESSION_TRAIN) == 0)
+        config->data.train.count = 0;
+    if ((needs & SESSION_VAL) == 0)
+        config->data.val.count = 0;
+    if (config_check_files(config, err) != 0)
+        return -1;
+    return config_expand_files(config, err);
+}
+
 static int check_built(const struct config *config, struct error *err)
 {
     if (config->drafter.kind != DRAFTER_DFLASH)

@@ -24,6 +24,11 @@ struct session {
     const char *target_name; // for exports
 };
 
+// Reads the config file and `sets`, warns of keys without effect, checks that the files it names exist,
+// expands patterns. Shards that `needs` does not ask for are dropped from the config unlooked at.
+int session_config(struct config *config, const char *file, const char *const *sets,
+                   size_t set_count, int needs, struct error *err);
+
 // Opens everything and checks it against each other; nothing has been written when it fails, and every
 // fault is one of config or data (exit status 2).
 int session_open(struct session *session, struct config *config, int needs, struct error *err);

@@ -79,8 +79,8 @@ int command_plan(const struct options *options)
     struct error err = {0};
     int status = EXIT_REFUSED;
     config_init(&config);
-    if (config_load(&config, options->config, options->sets, options->set_count, &err) != 0 ||
-        config_expand_files(&config, &err) != 0 ||
+    if (session_config(&config, options->config, options->sets, options->set_count, SESSION_TRAIN,
+                       &err) != 0 ||
         session_open(&session, &config, SESSION_TRAIN, &err) != 0) {
         log_error("%s", err.text);
     } else {

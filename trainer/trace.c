@@ -379,10 +379,8 @@ int command_trace(const struct options *options)
     struct error err = {0};
     int status = EXIT_REFUSED;
     config_init(&trace.config);
-    if (config_load(&trace.config, options->config, options->sets, options->set_count, &err) != 0)
-        goto out;
-    trace.config.data.val.count = 0; // only the training shards are looked at
-    if (config_expand_files(&trace.config, &err) != 0 ||
+    if (session_config(&trace.config, options->config, options->sets, options->set_count,
+                       SESSION_TRAIN, &err) != 0 ||
         session_open(&trace.session, &trace.config, SESSION_TRAIN, &err) != 0)
         goto out;
     status = run_trace(&trace, options, &err) == 0 ? EXIT_DONE : EXIT_FAILED;

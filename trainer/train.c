@@ -365,8 +365,8 @@ static int open_run(struct run *run, int *status, struct error *err)
     struct config *config = &run->config;
     struct session *session = &run->session;
     *status = EXIT_REFUSED;
-    if (config_load(config, options->config, options->sets, options->set_count, err) != 0 ||
-        config_expand_files(config, err) != 0)
+    if (session_config(config, options->config, options->sets, options->set_count,
+                       SESSION_TRAIN | SESSION_VAL, err) != 0)
         return -1;
     if (config->run.dir == NULL)
         return error_set(err, "%s: run.dir: required; the folder for checkpoints and metrics",
