@@ -28,6 +28,10 @@ def say(text):
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
+def layer_list(text):
+    return [int(part) for part in text.split(",")]
+
+
 def build_parser():
     parser = argparse.ArgumentParser(description="extract hidden states of a target model into feature shards",
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -42,8 +46,8 @@ def build_parser():
         help="auto: fp32 on a CPU, the model's own on a GPU")
     add("--threads", type=int, help="CPU threads of torch")
     add("--layers", type=int, default=5, help="how many layers, evenly spaced by the usual formula")
-    add("--layer-ids", type=int, nargs="+", help="decoder layers whose outputs are kept, 0-based, ascending; "
-        "instead of --layers")
+    add("--layer-ids", type=layer_list, metavar="I,J,...",
+        help="decoder layers whose outputs are kept, 0-based, ascending; instead of --layers")
     add("--limit", type=int, help="only the first N input lines")
     add("--split-val", type=float, default=0, metavar="X",
         help="prompts held out for val-*.h5: a share below 1, or a number")
