@@ -31,6 +31,10 @@ int checkpoint_write(const char *directory, const struct model_state *state,
 int checkpoint_read(const char *path, struct model_state *state, uint64_t *fingerprint,
                     struct error *err);
 
+// Every fault of a checkpoint directory: files that are missing or of another size than was written, no
+// DONE; a line each.
+int checkpoint_check(const char *path, struct error *err);
+
 // The newest complete checkpoint of a checkpoints folder in *path (caller frees; NULL when there is
 // none). One warning names every directory that is not complete; strays are ignored; nothing deleted.
 int checkpoint_find_latest(const char *directory, char **path, struct error *err);

@@ -136,12 +136,19 @@ int checkpoint_find_latest(const char *directory, char **path, struct error *err
 
 char *checkpoint_begin(const char *directory, int64_t step, struct error *err)
 {
-    char *path = memory_format("%s/%sstep-%08lld-XXXXXX", directory, begun_prefix, (long long)step);
-    if (mkdtemp(path) != NULL && chmod(path, 0777 & ~umask(0)) == 0)
-        return path;
-    error_set(err, "%s: can not create the folder: %s", path, strerror(errno));
-    free(path);
-    return NULL;
+    enum { TRIES = 1000 }; // leftovers of killed runs keep their names
+    for (int n = 1;; n++) {
+        char *path =
+            memory_format("%s/%sstep-%08lld-%d", directory, begun_prefix, (long long)step, n);
+        if (mkdir(path, 0777) == 0)
+            return path;
+        bool taken = errno == EEXIST && n < TRIES;
+        if (!taken)
+            error_set(err, "%s: can not create the folder: %s", path, strerror(errno));
+        free(path);
+        if (!taken)
+            return NULL;
+    }
 }
 
 // Renames to the first free name of path.suffix, path.suffix.2, ...
@@ -168,12 +175,16 @@ static int write_done(const char *path, struct error *err)
 }
 
 // The new checkpoint is complete before it takes the old one's place, so that one is there always.
-static int replace_complete(const char *path, const char *temporary, struct error *err)
+static int replace_complete(const char *directory, const char *path, const char *temporary,
+                            struct error *err)
 {
     if (write_done(temporary, err) != 0)
         return -1;
-    if (renameat2(AT_FDCWD, temporary, AT_FDCWD, path, RENAME_EXCHANGE) == 0)
+    if (renameat2(AT_FDCWD, temporary, AT_FDCWD, path, RENAME_EXCHANGE) == 0) {
+        if (files_sync_folder(directory, err) != 0)
+            return -1;
         return files_remove_folder(temporary, err);
+    }
     // A file system that can not exchange: the old one waits under another name meanwhile.
     if (set_aside(path, "abandoned", err) != 0)
         return -1;
@@ -182,7 +193,8 @@ static int replace_complete(const char *path, const char *temporary, struct erro
     return 0;
 }
 
-static int place_new(const char *path, const char *temporary, struct error *err)
+static int place_new(const char *directory, const char *path, const char *temporary,
+                     struct error *err)
 {
     if (files_exists(path)) {
         log_warn("%s: not complete; put aside as %s.incomplete", path, path);
@@ -191,10 +203,7 @@ static int place_new(const char *path, const char *temporary, struct error *err)
     }
     if (rename(temporary, path) != 0)
         return error_set(err, "%s: can not rename to %s: %s", temporary, path, strerror(errno));
-    char *slash = strrchr(path, '/');
-    char *folder = memory_format("%.*s", (int)(slash - path), path);
-    int result = files_sync_folder(folder, err);
-    free(folder);
+    int result = files_sync_folder(directory, err);
     if (result == 0)
         result = write_done(path, err);
     if (result != 0)
@@ -208,8 +217,8 @@ int checkpoint_publish(const char *directory, const char *temporary, int64_t ste
     char *path = checkpoint_path(directory, step);
     int result = files_sync_folder(temporary, err);
     if (result == 0)
-        result = checkpoint_is_complete(path) ? replace_complete(path, temporary, err)
-                                              : place_new(path, temporary, err);
+        result = checkpoint_is_complete(path) ? replace_complete(directory, path, temporary, err)
+                                              : place_new(directory, path, temporary, err);
     if (result == 0)
         result = files_sync_folder(directory, err);
     free(path);
@@ -286,7 +295,7 @@ int checkpoint_mark_best(const char *directory, int64_t step, struct error *err)
 {
     char *path = checkpoint_path(directory, step);
     char *link = memory_format("%s/best", directory);
-    char *begun = memory_format("%s/%sbest-%ld", directory, begun_prefix, (long)getpid());
+    char *begun = memory_format("%s/.best-%ld", directory, (long)getpid());
     int result = 0;
     if (!checkpoint_is_complete(path)) {
         result = error_set(err, "%s: not a complete checkpoint; it can not be the best", path);

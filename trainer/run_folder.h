@@ -15,14 +15,17 @@ struct run_folder {
     FILE *metrics;             // metrics.jsonl
     struct event_file *events; // TensorBoard; NULL: none
     bool terminal;             // stderr is one: a live line
+    bool metrics_failed;       // a line was lost to a full disk; said once
+    // sums over recent steps, older ones fading: what rates and ETA are made from
+    double recent_steps, recent_seconds, recent_wait, recent_tokens;
 };
 
 // Creates what is missing and takes the lock (an error names the process that holds it). Sets the log
 // file.
 int run_folder_open(struct run_folder *folder, const char *path, struct error *err);
 void run_folder_close(struct run_folder *folder);
-// Cuts metrics.jsonl to the lines up to `step` (resume) and opens it for appending; starts a new event
-// file when tensorboard is wanted.
+// Cuts metrics.jsonl to the whole lines up to `step` (0: the run starts, nothing is kept) and opens it
+// for appending; starts a new event file when tensorboard is wanted.
 int run_folder_start(struct run_folder *folder, int64_t step, bool tensorboard, struct error *err);
 
 // One step's or validation's numbers: names once, here.
@@ -50,7 +53,7 @@ struct validation_report {
     bool best;
 };
 // A line in metrics.jsonl, scalars in events/, and progress: the live line on a terminal, a plain line
-// every `every` steps elsewhere.
+// every `every` steps elsewhere. A full disk loses the line with one warning, other faults are errors.
 int run_folder_step(struct run_folder *folder, const struct step_report *report, int64_t every,
                     struct error *err);
 int run_folder_validation(struct run_folder *folder, const struct validation_report *report,
@@ -59,6 +62,8 @@ int run_folder_validation(struct run_folder *folder, const struct validation_rep
 // TensorBoard event files (events.out.tfevents.*): scalars only.
 struct event_file;
 int event_file_open(struct event_file **file, const char *directory, struct error *err);
+// Tells readers to forget what earlier files hold of `step` and later steps (after a resume).
+void event_file_restart(struct event_file *file, int64_t step);
 void event_file_scalar(struct event_file *file, int64_t step, const char *tag, double value);
 void event_file_flush(struct event_file *file);
 void event_file_close(struct event_file *file);

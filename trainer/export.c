@@ -1,0 +1,205 @@
+// Owns the z-lab layout of a DFlash drafter: tensor names are the parameters' own, config.json states
+// what was trained in the words that servers read. Does not own `dtrain export` (export_command.c).
+#include "trainer/export.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "base/bf16.h"
+#include "base/memory.h"
+#include "data/safetensors.h"
+#include "trainer/json_text.h"
+
+enum { CHUNK = 1 << 16 }; // values converted at a time
+
+static bool any_sliding(const struct dflash_sizes *sizes)
+{
+    bool any = false;
+    for (int64_t i = 0; i < sizes->layers; i++)
+        any |= sizes->sliding[i];
+    return any;
+}
+
+int export_zlab_servable(const struct dflash_sizes *sizes, struct error *err)
+{
+    int result = 0;
+    if (sizes->predict_from_anchor)
+        result = error_add(err, "drafter.predict_from_anchor: no server of DFlash drafters reads "
+                                "slot 0; they take drafts from slot 1 on");
+    if (any_sliding(sizes) && !sizes->sliding_causal)
+        result = error_add(err, "drafter.sliding_window_non_causal: servers run sliding layers "
+                                "causally inside the block and ignore this");
+    if (any_sliding(sizes) && sizes->window_origin != WINDOW_FROM_QUERY)
+        result = error_add(err, "drafter.window_origin: servers measure the window from the query, "
+                                "not from the anchor");
+    return result;
+}
+
+// ---- config.json ---------------------------------------------------------------------------------
+
+static void add_texts(cJSON *object, const char *name, const char *text)
+{
+    cJSON_AddItemToArray(cJSON_AddArrayToObject(object, name), cJSON_CreateString(text));
+}
+
+// The fewest digits that give the same float: 1e-06, not 9.9999999747524271e-07.
+static void add_float(cJSON *object, const char *name, float value)
+{
+    char text[32];
+    for (int digits = 6; digits <= 9; digits++) {
+        snprintf(text, sizeof(text), "%.*g", digits, (double)value);
+        if (strtof(text, NULL) == value)
+            break;
+    }
+    cJSON_AddRawToObject(object, name, text);
+}
+
+static void add_dflash(cJSON *object, const struct dflash_sizes *sizes)
+{
+    cJSON *dflash = cJSON_AddObjectToObject(object, "dflash_config");
+    json_add_int(dflash, "mask_token_id", sizes->mask_token_id);
+    cJSON *ids = cJSON_AddArrayToObject(dflash, "target_layer_ids");
+    for (int64_t i = 0; i < sizes->features; i++)
+        cJSON_AddItemToArray(ids, json_int(sizes->target_layer_ids[i]));
+}
+
+static void add_rope(cJSON *object, const struct dflash_sizes *sizes)
+{
+    json_add_real(object, "rope_theta", sizes->rope_theta);
+    if (sizes->rope_scaling == ROPE_SCALING_NONE) {
+        cJSON_AddNullToObject(object, "rope_scaling");
+    } else {
+        bool yarn = sizes->rope_scaling == ROPE_SCALING_YARN;
+        cJSON *scaling = cJSON_AddObjectToObject(object, "rope_scaling");
+        cJSON_AddStringToObject(scaling, "rope_type", yarn ? "yarn" : "linear");
+        json_add_real(scaling, "factor", sizes->rope_factor);
+        if (yarn)
+            json_add_int(scaling, "original_max_position_embeddings",
+                         sizes->rope_original_positions);
+    }
+    // Stated, since some servers would take the target's style.
+    cJSON_AddTrueToObject(object, "is_neox_style");
+    json_add_int(object, "max_position_embeddings", sizes->max_position_embeddings);
+}
+
+// layer_types decides. max_window_layers is the layer count whatever the types are: vLLM asserts that
+// for mixed layers, and readers with layer_types do not use it.
+static void add_layers(cJSON *object, const struct dflash_sizes *sizes)
+{
+    cJSON *types = cJSON_AddArrayToObject(object, "layer_types");
+    for (int64_t i = 0; i < sizes->layers; i++)
+        cJSON_AddItemToArray(
+            types, cJSON_CreateString(sizes->sliding[i] ? "sliding_attention" : "full_attention"));
+    if (any_sliding(sizes))
+        json_add_int(object, "sliding_window", sizes->window);
+    else
+        cJSON_AddNullToObject(object, "sliding_window");
+    cJSON_AddBoolToObject(object, "use_sliding_window", any_sliding(sizes));
+    json_add_int(object, "max_window_layers", sizes->layers);
+}
+
+// What servers do not know but a reader of the checkpoint must: only where it differs from serving.
+static void add_unservable(cJSON *object, const struct dflash_sizes *sizes)
+{
+    if (sizes->predict_from_anchor)
+        cJSON_AddTrueToObject(object, "sample_from_anchor");
+    if (any_sliding(sizes) && !sizes->sliding_causal)
+        cJSON_AddTrueToObject(object, "sliding_window_non_causal");
+    if (any_sliding(sizes) && sizes->window_origin != WINDOW_FROM_QUERY)
+        cJSON_AddStringToObject(object, "window_origin", "anchor");
+}
+
+static cJSON *make_config(const struct dflash_sizes *sizes, const struct target *target)
+{
+    cJSON *object = cJSON_CreateObject();
+    add_texts(object, "architectures", "DFlashDraftModel");
+    cJSON_AddStringToObject(cJSON_AddObjectToObject(object, "auto_map"), "AutoModel",
+                            "dflash.DFlashDraftModel");
+    cJSON_AddStringToObject(object, "model_type", "qwen3");
+    json_add_int(object, "block_size", sizes->block_size);
+    add_dflash(object, sizes);
+    json_add_int(object, "num_target_layers", sizes->target_layers);
+    json_add_int(object, "num_hidden_layers", sizes->layers);
+    json_add_int(object, "hidden_size", sizes->hidden);
+    json_add_int(object, "intermediate_size", sizes->intermediate);
+    json_add_int(object, "num_attention_heads", sizes->heads);
+    json_add_int(object, "num_key_value_heads", sizes->kv_heads);
+    json_add_int(object, "head_dim", sizes->head_dim);
+    cJSON_AddStringToObject(object, "hidden_act", "silu");
+    add_float(object, "rms_norm_eps", sizes->eps);
+    add_rope(object, sizes);
+    cJSON_AddFalseToObject(object, "attention_bias");
+    json_add_int(object, "vocab_size", sizes->vocab);
+    add_layers(object, sizes);
+    cJSON_AddBoolToObject(object, "tie_word_embeddings", target->tied);
+    cJSON_AddStringToObject(object, "dtype", "bfloat16");
+    add_unservable(object, sizes);
+    return object;
+}
+
+// ---- model.safetensors ---------------------------------------------------------------------------
+
+static int write_values(struct safetensors_writer *writer, int index, const float *values,
+                        int64_t count, bf16 *chunk, struct error *err)
+{
+    for (int64_t begin = 0; begin < count; begin += CHUNK) {
+        int64_t n = count - begin < CHUNK ? count - begin : CHUNK;
+        for (int64_t i = 0; i < n; i++)
+            chunk[i] = bf16_from_float(values[begin + i]);
+        if (safetensors_writer_write(writer, index, (size_t)begin * sizeof(bf16), chunk,
+                                     (size_t)n * sizeof(bf16), err) != 0)
+            return -1;
+    }
+    return 0;
+}
+
+static int write_tensors(struct safetensors_writer *writer, const struct params *params,
+                         const float *master, struct error *err)
+{
+    safetensors_writer_metadata(writer, "format", "pt"); // transformers asks for it
+    for (size_t i = 0; i < params->count; i++) {
+        const struct param *param = &params->items[i];
+        safetensors_writer_add(writer, param->name, DTYPE_BF16, param->dims, param->shape);
+    }
+    if (safetensors_writer_begin(writer, err) != 0)
+        return -1;
+    bf16 *chunk = memory_alloc(CHUNK, sizeof(*chunk));
+    int result = 0;
+    for (size_t i = 0; i < params->count && result == 0; i++) {
+        const struct param *param = &params->items[i];
+        result = write_values(writer, (int)i, master + param->offset, param->count, chunk, err);
+    }
+    free(chunk);
+    return result;
+}
+
+static int write_model(const char *path, const struct params *params, const float *master,
+                       struct error *err)
+{
+    struct safetensors_writer *writer;
+    if (safetensors_writer_open(&writer, path, err) != 0)
+        return -1;
+    int result = write_tensors(writer, params, master, err);
+    struct error close_err = {""};
+    int closed = safetensors_writer_close(writer, result == 0, &close_err);
+    if (result == 0 && closed != 0)
+        return error_set(err, "%s", close_err.text);
+    return result;
+}
+
+int export_zlab_write(const char *directory, const struct params *params, const float *master,
+                      const struct dflash_sizes *sizes, const struct target *target,
+                      struct error *err)
+{
+    char *model = memory_format("%s/model.safetensors", directory);
+    char *config = memory_format("%s/config.json", directory);
+    int result = write_model(model, params, master, err);
+    if (result == 0) {
+        cJSON *object = make_config(sizes, target);
+        result = json_write_file(object, config, err);
+        cJSON_Delete(object);
+    }
+    free(config);
+    free(model);
+    return result;
+}

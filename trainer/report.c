@@ -1,0 +1,251 @@
+// Owns the names of reported numbers and what becomes of them: a line in metrics.jsonl, scalars in
+// events/, the progress line. Does not own how they are computed (loss/metrics.h).
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/log.h"
+#include "trainer/json_text.h"
+#include "trainer/run_folder.h"
+
+static const char *const term_names[LOSS_TERM_COUNT] = {
+    [LOSS_KL] = "kl",           [LOSS_REVERSE_KL] = "reverse_kl",
+    [LOSS_JS] = "js",           [LOSS_CE_TEACHER] = "ce_teacher",
+    [LOSS_CE_DATA] = "ce_data", [LOSS_TV] = "tv",
+    [LOSS_NLA] = "nla",         [LOSS_LK] = "lk",
+};
+
+// One object of metrics.jsonl in the making; what is a curve goes to events/ as well.
+struct line {
+    cJSON *object;
+    const char *prefix;        // of names: "" or "val_"
+    const char *group;         // of tags: "train" or "val"
+    struct event_file *events; // NULL: none
+    int64_t step;
+};
+
+static void add_value(struct line *line, const char *name, double value)
+{
+    char full[64];
+    snprintf(full, sizeof(full), "%s%s", line->prefix, name);
+    json_add_real(line->object, full, value);
+}
+
+static void add_whole(struct line *line, const char *name, double value)
+{
+    char full[64];
+    snprintf(full, sizeof(full), "%s%s", line->prefix, name);
+    json_add_int(line->object, full, (int64_t)value);
+}
+
+// A value that is also a curve.
+static void add_curve(struct line *line, const char *name, double value)
+{
+    add_value(line, name, value);
+    if (line->events == NULL || !isfinite(value))
+        return;
+    char tag[64];
+    snprintf(tag, sizeof(tag), "%s/%s", line->group, name);
+    event_file_scalar(line->events, line->step, tag, value);
+}
+
+static struct line begin_line(const struct run_folder *folder, int64_t step, int64_t epoch,
+                              bool validation)
+{
+    struct line line = {.object = cJSON_CreateObject(),
+                        .prefix = validation ? "val_" : "",
+                        .group = validation ? "val" : "train",
+                        .events = folder->events,
+                        .step = step};
+    json_add_int(line.object, "step", step);
+    json_add_int(line.object, "epoch", epoch);
+    return line;
+}
+
+static double ratio(double part, double whole)
+{
+    return whole > 0.0 ? part / whole : (double)NAN;
+}
+
+static void add_accuracies(struct line *line, const struct metrics *metrics, int64_t block_size)
+{
+    char name[16];
+    snprintf(name, sizeof(name), "%sacc", line->prefix);
+    cJSON *array = cJSON_AddArrayToObject(line->object, name);
+    for (int64_t k = 0; k < block_size; k++)
+        cJSON_AddItemToArray(array, json_real(metrics_accuracy(metrics, (int)k)));
+}
+
+// What training and validation have in common.
+static void add_metrics(struct line *line, const struct metrics *metrics, int normalize,
+                        int64_t block_size)
+{
+    add_curve(line, "loss", metrics->slots > 0.0 ? metrics_loss(metrics, normalize) : (double)NAN);
+    add_curve(line, "accept_len", metrics_accept_len(metrics));
+    add_curve(line, "eal_marginal", metrics_eal_marginal(metrics));
+    add_accuracies(line, metrics, block_size);
+    add_curve(line, "overlap", ratio(metrics->overlap, metrics->slots));
+    add_whole(line, "rows", metrics->rows);
+    add_whole(line, "tokens", metrics->tokens);
+    add_value(line, "supervised_share", ratio(metrics->supervised, metrics->tokens));
+    add_value(line, "coverage", ratio(metrics->covered, metrics->supervised));
+    add_whole(line, "anchors", metrics->anchors);
+    add_whole(line, "valid_anchors", metrics->valid_anchors);
+    add_whole(line, "slots", metrics->slots);
+    add_value(line, "weight", metrics->weight);
+    add_whole(line, "bad_documents", metrics->bad_documents);
+}
+
+static void add_terms(struct line *line, const struct step_report *report)
+{
+    const struct metrics *metrics = report->metrics;
+    double divisor = report->normalize == NORMALIZE_COUNT ? metrics->slots : metrics->weight;
+    for (int t = 0; t < LOSS_TERM_COUNT; t++) {
+        char name[32];
+        snprintf(name, sizeof(name), "loss_%s", term_names[t]);
+        if (report->term_weights[t] > 0.0)
+            add_curve(line, name, ratio(metrics->terms[t], divisor));
+    }
+}
+
+static void add_times(struct line *line, const struct step_report *report)
+{
+    add_value(line, "seconds", report->seconds);
+    add_value(line, "wait_seconds", report->wait_seconds);
+    add_value(line, "read_seconds", report->read_seconds);
+    add_value(line, "forward_seconds", report->forward_seconds);
+    add_value(line, "loss_seconds", report->loss_seconds);
+    add_value(line, "backward_seconds", report->backward_seconds);
+    add_value(line, "optimizer_seconds", report->optimizer_seconds);
+    add_value(line, "save_seconds", report->save_seconds);
+    add_curve(line, "tokens_per_second", ratio(report->metrics->tokens, report->seconds));
+    add_value(line, "read_gb_per_second", 1e-9 * ratio(report->read_bytes, report->read_seconds));
+    add_whole(line, "memory_bytes", report->memory_bytes);
+}
+
+// One write, taken back when it is not whole: lines that follow must not continue half a line.
+static int write_line(struct run_folder *folder, const char *text, struct error *err)
+{
+    int fd = fileno(folder->metrics);
+    off_t end = lseek(fd, 0, SEEK_END);
+    size_t size = strlen(text), done = 0;
+    while (done < size) {
+        ssize_t n = write(fd, text + done, size - done);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n < 0)
+            break;
+        done += (size_t)n;
+    }
+    if (done == size)
+        return 0;
+    int cause = errno;
+    if (end >= 0 && ftruncate(fd, end) != 0)
+        log_warn("%s/metrics.jsonl: half a line could not be taken back: %s", folder->path,
+                 strerror(errno));
+    if (cause != ENOSPC && cause != EDQUOT)
+        return error_set(err, "%s/metrics.jsonl: writing failed: %s", folder->path,
+                         strerror(cause));
+    if (!folder->metrics_failed)
+        log_warn("%s/metrics.jsonl: %s; the run goes on without its lines until there is room",
+                 folder->path, strerror(cause));
+    folder->metrics_failed = true;
+    return 0;
+}
+
+static int end_line(struct run_folder *folder, struct line *line, struct error *err)
+{
+    char *body = cJSON_PrintUnformatted(line->object);
+    char *text = memory_format("%s\n", body);
+    int result = write_line(folder, text, err);
+    if (line->events != NULL)
+        event_file_flush(line->events);
+    free(text);
+    cJSON_free(body);
+    cJSON_Delete(line->object);
+    return result;
+}
+
+// ---- progress ------------------------------------------------------------------------------------
+
+static void format_time(char *text, size_t size, double seconds)
+{
+    long long s = (long long)seconds;
+    snprintf(text, size, "%lld:%02lld:%02lld", s / 3600, s / 60 % 60, s % 60);
+}
+
+static void remember(struct run_folder *folder, const struct step_report *report)
+{
+    const double fading = 0.95; // the last 20 steps or so
+    folder->recent_steps = fading * folder->recent_steps + 1.0;
+    folder->recent_seconds = fading * folder->recent_seconds + report->seconds;
+    folder->recent_wait = fading * folder->recent_wait + report->wait_seconds;
+    folder->recent_tokens = fading * folder->recent_tokens + report->metrics->tokens;
+}
+
+static void show_progress(struct run_folder *folder, const struct step_report *report,
+                          int64_t every)
+{
+    remember(folder, report);
+    bool last = report->step == report->total_steps;
+    if (!folder->terminal && report->step % every != 0 && !last)
+        return;
+    double per_step = folder->recent_seconds / folder->recent_steps;
+    char eta[32], text[320];
+    format_time(eta, sizeof(eta), per_step * (double)(report->total_steps - report->step));
+    snprintf(
+        text, sizeof(text),
+        "step %lld/%lld  loss %.4f  accept_len %.3f  lr %.3g  %.0f tokens/s  data wait %.0f %%  "
+        "%.2f GB  ETA %s%s",
+        (long long)report->step, (long long)report->total_steps,
+        metrics_loss(report->metrics, report->normalize), metrics_accept_len(report->metrics),
+        report->lr, ratio(folder->recent_tokens, folder->recent_seconds),
+        100.0 * ratio(folder->recent_wait, folder->recent_seconds), 1e-9 * report->memory_bytes,
+        eta, report->skipped ? "  (skipped)" : "");
+    if (folder->terminal)
+        log_status_line(text);
+    else
+        log_info("%s", text);
+}
+
+// ---- the two reports -----------------------------------------------------------------------------
+
+int run_folder_step(struct run_folder *folder, const struct step_report *report, int64_t every,
+                    struct error *err)
+{
+    struct line line = begin_line(folder, report->step, report->epoch, false);
+    add_metrics(&line, report->metrics, report->normalize, report->block_size);
+    add_terms(&line, report);
+    add_curve(&line, "lr", report->lr);
+    add_curve(&line, "grad_norm", report->grad_norm);
+    add_value(&line, "clip_factor", report->clip_factor);
+    cJSON_AddBoolToObject(line.object, "skipped", report->skipped);
+    add_times(&line, report);
+    show_progress(folder, report, every);
+    return end_line(folder, &line, err);
+}
+
+int run_folder_validation(struct run_folder *folder, const struct validation_report *report,
+                          struct error *err)
+{
+    struct line line = begin_line(folder, report->step, report->epoch, true);
+    double walk = walk_accept_len(report->walk);
+    add_curve(&line, "accept_len_walk", walk);
+    for (size_t i = 0; i < report->draft_tokens->count; i++) {
+        int64_t n = report->draft_tokens->items[i];
+        char name[40];
+        snprintf(name, sizeof(name), "accept_len_walk_%lld", (long long)n);
+        add_curve(&line, name, walk_accept_len_drafts(report->walk, n));
+    }
+    add_whole(&line, "walk_blocks", report->walk->blocks);
+    add_metrics(&line, report->metrics, report->normalize, report->block_size);
+    add_value(&line, "seconds", report->seconds);
+    cJSON_AddBoolToObject(line.object, "val_best", report->best);
+    log_info("validation at step %lld: accept_len_walk %.4f%s, accept_len %.4f, loss %.4f, %.1f s",
+             (long long)report->step, walk, report->best ? " (best)" : "",
+             metrics_accept_len(report->metrics), metrics_loss(report->metrics, report->normalize),
+             report->seconds);
+    return end_line(folder, &line, err);
+}

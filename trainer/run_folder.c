@@ -1,0 +1,156 @@
+// Owns the run folder's lock, its files' opening and closing, and the cut of metrics.jsonl on resume.
+// Does not own what a line of metrics says (report.c) or checkpoints.
+#include "trainer/run_folder.h"
+
+#include <cjson/cJSON.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include "base/log.h"
+#include "base/memory.h"
+#include "trainer/files.h"
+
+// ---- lock ----------------------------------------------------------------------------------------
+
+static int lock_taken(const char *path, int fd, struct error *err)
+{
+    char holder[320] = "";
+    ssize_t n = pread(fd, holder, sizeof(holder) - 1, 0);
+    holder[n > 0 ? n : 0] = '\0';
+    holder[strcspn(holder, "\n")] = '\0';
+    return error_set(err, "%s: the run folder is in use by %s", path,
+                     holder[0] != '\0' ? holder : "another process");
+}
+
+// The kernel drops the lock with its process, so a killed run leaves none behind.
+static int take_lock(struct run_folder *folder, struct error *err)
+{
+    char *path = memory_format("%s/lock", folder->path);
+    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    int result = 0;
+    if (fd < 0) {
+        result = error_set(err, "%s: can not create: %s", path, strerror(errno));
+    } else if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
+        result = errno == EWOULDBLOCK
+                     ? lock_taken(path, fd, err)
+                     : error_set(err, "%s: can not lock: %s", path, strerror(errno));
+        close(fd);
+    } else {
+        char host[256] = "";
+        gethostname(host, sizeof(host) - 1);
+        folder->lock_fd = fd;
+        // Who holds it is a courtesy to others: the lock counts without it.
+        if (ftruncate(fd, 0) != 0 || dprintf(fd, "process %ld on %s\n", (long)getpid(), host) < 0)
+            log_warn("%s: writing failed: %s", path, strerror(errno));
+    }
+    free(path);
+    return result;
+}
+
+// ---- opening and closing -------------------------------------------------------------------------
+
+int run_folder_open(struct run_folder *folder, const char *path, struct error *err)
+{
+    *folder = (struct run_folder){.lock_fd = -1, .terminal = isatty(STDERR_FILENO) == 1};
+    folder->path = memory_strdup(path);
+    folder->checkpoints = memory_format("%s/checkpoints", path);
+    if (files_make_folder(folder->checkpoints, err) != 0 || take_lock(folder, err) != 0)
+        return -1;
+    char *log = memory_format("%s/log.txt", path);
+    int result = 0;
+    if (log_file_set(log) != 0)
+        result = error_set(err, "%s: can not open: %s", log, strerror(errno));
+    free(log);
+    return result;
+}
+
+void run_folder_close(struct run_folder *folder)
+{
+    if (folder->terminal)
+        log_status_line(NULL);
+    if (folder->events != NULL)
+        event_file_close(folder->events);
+    if (folder->metrics != NULL)
+        fclose(folder->metrics);
+    if (folder->lock_fd >= 0) {
+        log_file_set(NULL);
+        close(folder->lock_fd);
+    }
+    free(folder->checkpoints);
+    free(folder->path);
+    *folder = (struct run_folder){.lock_fd = -1};
+}
+
+// ---- metrics.jsonl -------------------------------------------------------------------------------
+
+// Whole, an object, and of a step up to `step`.
+static bool line_is_kept(const char *line, ssize_t length, int64_t step)
+{
+    if (length < 1 || line[length - 1] != '\n')
+        return false; // torn by a kill
+    cJSON *object = cJSON_Parse(line);
+    const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, "step");
+    bool kept = cJSON_IsNumber(item) && item->valuedouble <= (double)step;
+    cJSON_Delete(object);
+    return kept;
+}
+
+struct cut {
+    FILE *in;
+    int64_t step;
+};
+
+static void put_kept_lines(void *context, FILE *out)
+{
+    struct cut *cut = context;
+    char *line = NULL;
+    size_t room = 0;
+    for (ssize_t n; (n = getline(&line, &room, cut->in)) >= 0;) {
+        if (line_is_kept(line, n, cut->step))
+            fwrite(line, 1, (size_t)n, out);
+    }
+    free(line);
+}
+
+// By way of a second file, so that a kill meanwhile loses nothing.
+static int cut_metrics(const char *path, int64_t step, struct error *err)
+{
+    struct cut cut = {.in = fopen(path, "re"), .step = step};
+    if (cut.in == NULL)
+        return errno == ENOENT ? 0 : error_set(err, "%s: can not open: %s", path, strerror(errno));
+    char *begun = memory_format("%s.tmp", path);
+    int result = files_write(begun, put_kept_lines, &cut, err);
+    fclose(cut.in);
+    if (result == 0 && rename(begun, path) != 0)
+        result = error_set(err, "%s: can not replace: %s", path, strerror(errno));
+    free(begun);
+    return result;
+}
+
+static int open_metrics(struct run_folder *folder, int64_t step, struct error *err)
+{
+    char *path = memory_format("%s/metrics.jsonl", folder->path);
+    int result = step > 0 ? cut_metrics(path, step, err) : 0;
+    if (result == 0 && (folder->metrics = fopen(path, step > 0 ? "ae" : "we")) == NULL)
+        result = error_set(err, "%s: can not open: %s", path, strerror(errno));
+    free(path);
+    return result;
+}
+
+int run_folder_start(struct run_folder *folder, int64_t step, bool tensorboard, struct error *err)
+{
+    if (open_metrics(folder, step, err) != 0)
+        return -1;
+    if (!tensorboard)
+        return 0;
+    char *path = memory_format("%s/events", folder->path);
+    int result = event_file_open(&folder->events, path, err);
+    free(path);
+    if (result == 0)
+        event_file_restart(folder->events, step + 1);
+    return result;
+}
