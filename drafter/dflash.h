@@ -29,7 +29,7 @@ struct dflash_options {
     int32_t plane[DFLASH_MAX_LAYERS]; // plane of each captured layer
     enum recompute_level recompute;
     bool training;         // false: no gradients, one layer's activations
-    enum noise_kind noise; // training only
+    enum noise_kind noise; // of noisy context
     float noise_std;
     float embed_scale;
     const void *weights; // [params->elements] compute dtype, backend memory
@@ -57,10 +57,10 @@ void dflash_open(struct dflash *dflash, const struct backend *backend, struct st
 void dflash_close(struct dflash *dflash);
 
 // Context path of a row whose features [T, P, H] are in backend memory: fused features, then keys and
-// values of every layer. seed keys the noise (training). Clears the context's gradients.
+// values of every layer. noisy: with the options' noise, keyed by seed. Clears the context's gradients.
 void dflash_context_forward(struct dflash *dflash, const struct backend *backend,
                             struct stream *stream, const struct row *row, const bf16 *features,
-                            uint64_t seed);
+                            bool noisy, uint64_t seed);
 // Blocks of anchors[0 .. count): count * block_size <= group_rows. Returns hidden states after the
 // final norm, [count * B, H], valid until the next call.
 const void *dflash_group_forward(struct dflash *dflash, const struct backend *backend,

@@ -94,13 +94,13 @@ struct attention dflash_attention(const struct dflash *d, int64_t l)
 }
 
 static void load_features(struct dflash *d, const struct backend *backend, struct stream *stream,
-                          uint64_t seed)
+                          bool noisy, uint64_t seed)
 {
     const struct dflash_options *o = &d->options;
     struct dflash_buffers *b = d->buffers;
     const struct row *row = d->row;
     size_t tokens = (size_t)row->tokens;
-    enum noise_kind noise = o->training ? o->noise : NOISE_KIND_NONE;
+    enum noise_kind noise = noisy ? o->noise : NOISE_KIND_NONE;
     if (noise != NOISE_KIND_NONE) {
         for (int64_t document = 0; document < row->documents; document++) {
             struct rng_key key = rng_key_make(seed, row->epoch, row->doc_ids[document], RNG_NOISE);
@@ -146,7 +146,7 @@ void dflash_noise(const struct dflash *d, const struct row *row, uint64_t seed, 
 }
 
 void dflash_context_forward(struct dflash *d, const struct backend *backend, struct stream *stream,
-                            const struct row *row, const bf16 *features, uint64_t seed)
+                            const struct row *row, const bf16 *features, bool noisy, uint64_t seed)
 {
     const struct dflash_options *o = &d->options;
     const struct dflash_sizes *s = o->sizes;
@@ -156,7 +156,7 @@ void dflash_context_forward(struct dflash *d, const struct backend *backend, str
         BUG("a row of %lld tokens, planned for %lld", (long long)t, (long long)o->max_tokens);
     d->row = row;
     d->features = features;
-    load_features(d, backend, stream, seed);
+    load_features(d, backend, stream, noisy, seed);
     dflash_linear(d, backend, stream, t, b->context_in, &b->fc, NULL, b->fused);
     struct rms_norm norm = dflash_norm(d, t, b->fused, &b->hidden_norm, b->context, b->fused_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);

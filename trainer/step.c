@@ -293,7 +293,8 @@ static int run_row(struct step *step, const struct row *row, int64_t count, bool
     double mark = timer_now();
     s->backend->copy_in(step->stream, step->features, row->hidden,
                         (size_t)(row->tokens * s->planes * s->target->hidden_size) * sizeof(bf16));
-    dflash_context_forward(&step->dflash, s->backend, step->stream, row, step->features,
+    // Noise belongs to training: a row that is scored is seen as it is when serving.
+    dflash_context_forward(&step->dflash, s->backend, step->stream, row, step->features, gradient,
                            (uint64_t)s->config->run.seed);
     step->seconds.forward += lap(step, &mark);
     for (int64_t first = 0; first < count; first += per_group) {
@@ -332,16 +333,11 @@ static void count_row(struct metrics *metrics, const struct row *row)
     metrics->bad_documents += (double)row->bad_documents;
 }
 
-int step_row(struct step *step, const struct row *row)
+// Adds the gradients of step->anchors[0 .. count). 1: stopped.
+static int train_row(struct step *step, const struct row *row, int64_t count)
 {
-    const struct step_setup *s = &step->setup;
-    int64_t valid = 0;
-    int64_t count =
-        anchors_draw(row, &step->layout, &s->config->anchors, (uint64_t)s->config->run.seed,
-                     &step->anchor_scratch, step->anchors, &valid);
     count_row(&step->metrics, row);
     step->metrics.anchors += (double)count;
-    step->metrics.valid_anchors += (double)valid;
     step->metrics.covered += covered_positions(step, row, count);
     if (step->observer != NULL)
         step->observer->row(step->observer->context, row, step->anchors, count);
@@ -349,6 +345,25 @@ int step_row(struct step *step, const struct row *row)
     if (count == 0)
         return 0; // nothing to predict: this row adds zeros
     return run_row(step, row, count, true, &step->metrics);
+}
+
+int step_row(struct step *step, const struct row *row)
+{
+    const struct config *config = step->setup.config;
+    int64_t valid = 0;
+    int64_t count = anchors_draw(row, &step->layout, &config->anchors, (uint64_t)config->run.seed,
+                                 &step->anchor_scratch, step->anchors, &valid);
+    step->metrics.valid_anchors += (double)valid;
+    return train_row(step, row, count);
+}
+
+int step_row_anchors(struct step *step, const struct row *row, const int32_t *anchors,
+                     int64_t count)
+{
+    for (int64_t i = 0; i < count; i++)
+        BUG_UNLESS(anchors[i] < row->tokens && anchors[i] > (i == 0 ? -1 : anchors[i - 1]));
+    memcpy(step->anchors, anchors, (size_t)count * sizeof(*anchors));
+    return train_row(step, row, count);
 }
 
 // Sum of squares of every gradient; the tensors' order fixes the order of additions.
@@ -409,7 +424,8 @@ void step_apply(struct step *step, double lr, int64_t applied_step, struct step_
     *outcome = (struct step_outcome){.clip_factor = 1.0};
     outcome->weight_sum =
         config->loss.normalize == NORMALIZE_COUNT ? step->metrics.slots : step->metrics.weight;
-    if (!(outcome->weight_sum > 0.0)) {
+    // D-PACE weights follow the student, so the sum itself may be NaN: that is not an empty step.
+    if (outcome->weight_sum <= 0.0) {
         outcome->empty = true;
         return;
     }

@@ -17,11 +17,11 @@ struct step_setup {
     const struct target *target;
     const struct dflash_sizes *sizes;
     const struct params *params;
-    int64_t planes;         // P of the rows
-    const int32_t *plane;   // [sizes->features]
-    int32_t last_plane;     // -1: no last hidden state
+    int64_t planes;       // P of the rows
+    const int32_t *plane; // [sizes->features]
+    int32_t last_plane;   // -1: no last hidden state
     enum last_hidden last_hidden;
-    bool training;          // false: scoring only, no gradients, no optimizer state
+    bool training; // false: scoring only, no gradients, no optimizer state
 };
 
 // What an observer sees of each anchor group, for traces and tests. Arrays are valid during the call.
@@ -41,13 +41,13 @@ struct step_seconds {
 struct step {
     struct step_setup setup;
     struct stream *stream;
-    struct arena arena;       // the table of everything on the backend
+    struct arena arena; // the table of everything on the backend
     void *memory;
     // flat arrays [params->elements], backend memory
-    void *weights;            // compute dtype; the masters themselves when computing in fp32
+    void *weights; // compute dtype; the masters themselves when computing in fp32
     float *master, *m, *v, *grads;
-    void *embed, *head, *norm; // frozen, compute dtype
-    bf16 *features;           // [seq_len, P, H]
+    void *embed, *head, *norm;         // frozen, compute dtype
+    bf16 *features;                    // [seq_len, P, H]
     double *squares, *squares_scratch; // [param count], [SUM_SQUARES_PARTS]
     double *h_squares;
     struct dflash dflash;
@@ -55,11 +55,11 @@ struct step {
     struct block_layout layout;
     struct anchor_scratch anchor_scratch;
     int32_t *anchors, *accepted; // [seq_len] host
-    struct slot *slots;       // [group_rows] host
+    struct slot *slots;          // [group_rows] host
     struct slot_results results;
-    struct metrics metrics;   // since step_begin
+    struct metrics metrics; // since step_begin
     struct step_seconds seconds;
-    int64_t rows;             // since step_begin
+    int64_t rows;                         // since step_begin
     const struct step_observer *observer; // NULL: none
     // Asked between groups; true: give up the running step.
     bool (*stop)(void *context);
@@ -80,15 +80,18 @@ void step_save(struct step *step, struct model_state *state);
 void step_begin(struct step *step);
 // Adds a row's gradients. Returns 1 when stop() asked to give up (the gradients are then useless).
 int step_row(struct step *step, const struct row *row);
+// The same at given positions, ascending, instead of drawn anchors.
+int step_row_anchors(struct step *step, const struct row *row, const int32_t *anchors,
+                     int64_t count);
 
 struct step_outcome {
     bool applied;
-    bool empty;               // sum of weights 0: nothing changed
-    bool nonfinite;           // nothing changed
-    char tensor[96];          // the first tensor whose gradient is not finite
-    double grad_norm;         // after normalisation, before clipping
-    double clip_factor;       // 1: not clipped
-    double weight_sum;        // what the gradient was divided by
+    bool empty;         // sum of weights 0: nothing changed
+    bool nonfinite;     // nothing changed
+    char tensor[96];    // the first tensor whose gradient is not finite
+    double grad_norm;   // after normalisation, before clipping
+    double clip_factor; // 1: not clipped
+    double weight_sum;  // what the gradient was divided by
 };
 // Normalises, clips, updates. applied_step counts updates from 1 (AdamW's bias correction).
 void step_apply(struct step *step, double lr, int64_t applied_step, struct step_outcome *outcome);
