@@ -7,7 +7,7 @@
 Input lines (JSONL): {"messages": [...]} ending with the assistant (a conversation), or with the user
 (a prompt, which the target answers); {"turns": [...]} (user messages, answered one after the other);
 {"input_ids": [...], "loss_mask": [...]} (used as they are). "id" is optional.
-Start the same command again to go on after a kill. See docs/data.md.
+Start the same command again to go on after a kill. See tools/README.md.
 """
 
 import argparse

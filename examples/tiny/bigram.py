@@ -52,7 +52,7 @@ def accepted_drafts(table, ids, top1, anchor, end, drafts):
 
 
 def walk(table, paths, drafts):
-    """-> blocks, tokens."""
+    """-> blocks, tokens: every stretch of supervised text decoded block by block."""
     blocks = tokens = 0
     for ids, mask, top1 in read_documents(paths, "input_ids", "loss_mask", "teacher_top1"):
         for anchor, end in supervised_runs(mask.astype(np.int8)):
@@ -60,6 +60,12 @@ def walk(table, paths, drafts):
                 accepted = accepted_drafts(table, ids, top1, anchor, end, drafts)
                 blocks, tokens, anchor = blocks + 1, tokens + accepted + 1, anchor + accepted + 1
     return blocks, tokens
+
+
+def accept_len(train, val, drafts):
+    """accept_len_walk on the shard `val` of a table made from the shard `train`."""
+    blocks, tokens = walk(bigram_table([train]), [val], drafts)
+    return tokens / blocks
 
 
 def main():

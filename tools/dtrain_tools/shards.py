@@ -1,7 +1,7 @@
 """Writing feature shards (HDF5, version 1) and target directories.
 
 The one writer of the tools: extraction, importers and the tiny example use it. Layout, attributes
-and datasets are described in docs/file-format.md. Needs numpy and h5py, not torch.
+and datasets are described in docs/file-formats.md. Needs numpy and h5py, not torch.
 Does not decide which documents go into a shard.
 """
 
