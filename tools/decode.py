@@ -99,7 +99,7 @@ class Totals:
         if not self.blocks:
             print(f"{self.texts} texts, no block")
             return
-        print(f"accepted up to slot: " + " ".join(f"{slot + 1}:{right / scored:.3f}" for slot, (right, scored)
+        print("accepted up to slot: " + " ".join(f"{slot + 1}:{right / scored:.3f}" for slot, (right, scored)
                                                   in enumerate(zip(self.correct, self.scored)) if scored))
         print(f"{self.texts} texts, {self.blocks} blocks, {self.tokens / self.blocks:.4f} tokens per block, "
               f"{self.differences} differences from greedy text, {self.ties} ties (gap below {epsilon:g}), "

@@ -29,7 +29,7 @@ try:
 
     import extract
     import tiny_llama
-    from dtrain_tools import answers, documents, extraction, generate, shards
+    from dtrain_tools import documents, extraction, generate, shards
     from dtrain_tools.budget import Budget
     from dtrain_tools.target_model import Capture, Target
 except ImportError:
