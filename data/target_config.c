@@ -10,114 +10,49 @@
 
 #include "data/target_internal.h"
 
-// Families by the model_type of the text model: what the final norm is. Taken from the public model
-// code and checked there by recomputing logits as head(norm(h)).
-static const char *const rms_families[] = {"apertus",
-                                           "arcee",
-                                           "bamba",
-                                           "bitnet",
-                                           "cwm",
-                                           "deepseek_v2",
-                                           "deepseek_v3",
-                                           "deepseek_v32",
-                                           "diffllama",
-                                           "dots1",
-                                           "ernie4_5",
-                                           "ernie4_5_moe",
-                                           "exaone4",
-                                           "exaone_moe",
-                                           "flex_olmo",
-                                           "gemma3n_text",
-                                           "gemma4_text",
-                                           "glm",
-                                           "glm4",
-                                           "glm4_moe",
-                                           "glm4_moe_lite",
-                                           "glm4v_text",
-                                           "glm4v_moe_text",
-                                           "glm_moe_dsa",
-                                           "gpt_oss",
-                                           "granite",
-                                           "granitemoe",
-                                           "granitemoehybrid",
-                                           "granitemoeshared",
-                                           "helium",
-                                           "hunyuan_v1_dense",
-                                           "hunyuan_v1_moe",
-                                           "hyperclovax",
-                                           "jamba",
-                                           "kimi_k2",
-                                           "kimi_k25",
-                                           "kimi_linear",
-                                           "lfm2",
-                                           "lfm2_moe",
-                                           "llama",
-                                           "llama4_text",
-                                           "longcat_flash",
-                                           "mimo",
-                                           "mimo_v2_flash",
-                                           "minimax",
-                                           "minimax_m2",
-                                           "ministral",
-                                           "ministral3",
-                                           "mistral",
-                                           "mistral4",
-                                           "mixtral",
-                                           "mllama_text_model",
-                                           "nemotron_h",
-                                           "olmo2",
-                                           "olmo3",
-                                           "olmoe",
-                                           "phi3",
-                                           "phi4_multimodal",
-                                           "qwen2",
-                                           "qwen2_5_vl",
-                                           "qwen2_5_vl_text",
-                                           "qwen2_moe",
-                                           "qwen2_vl",
-                                           "qwen2_vl_text",
-                                           "qwen3",
-                                           "qwen3_moe",
-                                           "qwen3_vl_moe_text",
-                                           "qwen3_vl_text",
-                                           "seed_oss",
-                                           "smollm3",
-                                           "solar_open"};
-static const char *const rms_plus_one_families[] = {
-    "gemma",   "gemma2",      "gemma3",           "gemma3_text",  "minimax_m3_vl_text",
-    "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-    "step3p5", "vaultgemma"};
-static const char *const layer_norm_families[] = {
-    "bloom",   "codegen",  "cohere",    "cohere2",     "dbrx",   "falcon",   "gpt2",
-    "gpt_neo", "gpt_neox", "gptj",      "gpt_bigcode", "jais2",  "mpt",      "nemotron",
-    "olmo",    "opt",      "persimmon", "phi",         "phimoe", "stablelm", "starcoder2"};
+// Families by the model_type of the text model, each between blanks: what the final norm is. Taken from the public model
+// code; for all that build with random weights, logits were recomputed as head(norm(h)).
+static const char rms_families[] =
+    " apertus arcee bamba bitnet cwm deepseek_v2 deepseek_v3 deepseek_v32 diffllama dots1"
+    " ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma3n_text gemma4_text glm glm4"
+    " glm4_moe glm4_moe_lite glm4v_moe_text glm4v_text glm_moe_dsa gpt_oss granite granitemoe"
+    " granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hyperclovax"
+    " jamba kimi_k2 kimi_k25 kimi_linear lfm2 lfm2_moe llama llama4_text longcat_flash mimo"
+    " mimo_v2_flash minimax minimax_m2 ministral ministral3 mistral mistral4 mixtral"
+    " mllama_text_model nemotron_h olmo2 olmo3 olmoe phi3 phi4_multimodal qwen2 qwen2_5_vl"
+    " qwen2_5_vl_text qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_moe qwen3_omni_moe_text"
+    " qwen3_vl_moe_text qwen3_vl_text seed_oss smollm3 solar_open ";
+static const char rms_plus_one_families[] =
+    " gemma gemma2 gemma3 gemma3_text minimax_m3_vl_text qwen3_5 qwen3_5_moe qwen3_5_moe_text"
+    " qwen3_5_text qwen3_next step3p5 vaultgemma ";
+static const char layer_norm_families[] =
+    " bloom codegen cohere cohere2 dbrx falcon gpt2 gpt_bigcode gpt_neo gpt_neox gptj jais2"
+    " mpt nemotron olmo opt persimmon phi phimoe stablelm starcoder2 ";
 
 // Embeddings times sqrt(H).
-static const char *const root_scaled_families[] = {
-    "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text", "vaultgemma"};
+static const char root_scaled_families[] =
+    " gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4_text vaultgemma ";
 // The head is the embedding unless config.json says otherwise.
-static const char *const tied_families[] = {"gemma",       "gemma2",       "gemma3",
-                                            "gemma3_text", "gemma3n_text", "gemma4_text",
-                                            "lfm2",        "lfm2_moe",     "vaultgemma"};
+static const char tied_families[] =
+    " ernie4_5 ernie4_5_moe gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4_text lfm2"
+    " lfm2_moe vaultgemma ";
 // Logits are capped unless config.json says otherwise.
-static const char *const capped_families[] = {"gemma2", "gemma3n_text", "gemma4_text",
-                                              "vaultgemma"};
+static const char capped_families[] = " gemma2 gemma3n_text gemma4_text vaultgemma ";
 // embedding_multiplier and logits_scaling are theirs; dividing and multiplying.
-static const char *const dividing_families[] = {"granite", "granitemoe", "granitemoehybrid",
-                                                "granitemoeshared"};
-static const char *const multiplying_families[] = {"hyperclovax"};
+static const char dividing_families[] = " granite granitemoe granitemoehybrid granitemoeshared ";
+static const char multiplying_families[] = " hyperclovax ";
 
-#define COUNT(list)        (sizeof(list) / sizeof(*(list)))
-#define LISTED(list, name) listed(list, COUNT(list), name)
-
-static bool listed(const char *const *list, size_t count, const char *name)
+static bool listed(const char *families, const char *model_type)
 {
-    for (size_t i = 0; i < count; i++) {
-        if (strcmp(list[i], name) == 0)
-            return true;
-    }
-    return false;
+    if (*model_type == '\0' || strchr(model_type, ' ') != NULL)
+        return false;
+    char *word = memory_format(" %s ", model_type);
+    bool found = strstr(families, word) != NULL;
+    free(word);
+    return found;
 }
+
+#define COUNT(list) (sizeof(list) / sizeof(*(list)))
 
 // Keys that change what embedding or head compute and are not implemented, with the value that
 // changes nothing.
@@ -282,7 +217,7 @@ static void check_refused_keys(struct config_reader *reader, const char *model_t
     }
     const char *cap = "final_logit_softcapping";
     bool silent = cJSON_GetObjectItemCaseSensitive(reader->text, cap) == NULL;
-    if (silent && LISTED(capped_families, model_type))
+    if (silent && listed(capped_families, model_type))
         refuse_key(reader, cap,
                    "not given, and this model_type caps its logits then: this is not supported "
                    "(null says that it does not)");
@@ -307,47 +242,36 @@ static double read_factor(struct config_reader *reader, const char *key, bool kn
 static void read_scales(struct config_reader *reader, struct target *target,
                         struct target_facts *facts)
 {
-    bool divides = LISTED(dividing_families, target->model_type);
-    bool multiplies = LISTED(multiplying_families, target->model_type);
+    bool divides = listed(dividing_families, target->model_type);
+    bool multiplies = listed(multiplying_families, target->model_type);
     double embed = read_factor(reader, "embedding_multiplier", divides || multiplies);
     double logits = read_factor(reader, "logits_scaling", divides || multiplies);
     read_factor(reader, "logit_scale", false);
     target->embed_scale = (float)embed;
     target->logit_scale = (float)(divides ? 1.0 / logits : logits);
-    facts->embed_scale_is_root = LISTED(root_scaled_families, target->model_type);
+    facts->embed_scale_is_root = listed(root_scaled_families, target->model_type);
     if (facts->embed_scale_is_root)
         target->embed_scale = (float)sqrt((double)target->hidden_size);
-}
-
-static void append_names(char *text, size_t size, const char *const *names, size_t count)
-{
-    for (size_t i = 0; i < count; i++) {
-        size_t used = strlen(text);
-        snprintf(text + used, size - used, " %s", names[i]);
-    }
 }
 
 static void read_family(struct config_reader *reader, struct target *target)
 {
     const cJSON *type = given_anywhere(reader, "model_type");
     target->model_type = memory_strdup(cJSON_IsString(type) ? type->valuestring : "");
-    target->norm_weight_offset = LISTED(rms_plus_one_families, target->model_type) ? 1.0f : 0.0f;
-    if (target->norm_weight_offset != 0.0f || LISTED(rms_families, target->model_type))
+    target->norm_weight_offset = listed(rms_plus_one_families, target->model_type) ? 1.0f : 0.0f;
+    if (target->norm_weight_offset != 0.0f || listed(rms_families, target->model_type))
         return;
     reader->faulty = true;
-    if (LISTED(layer_norm_families, target->model_type)) {
+    if (listed(layer_norm_families, target->model_type)) {
         error_add(reader->err,
                   "%s: model_type '%s': its final norm is a LayerNorm, which is not supported",
                   reader->path, target->model_type);
         return;
     }
-    char known[2048] = "";
-    append_names(known, sizeof(known), rms_plus_one_families, COUNT(rms_plus_one_families));
-    append_names(known, sizeof(known), rms_families, COUNT(rms_families));
     error_add(reader->err,
               "%s: model_type '%s' is not known, so it is not known whether its final norm stores "
-              "w or w - 1; known are%s",
-              reader->path, target->model_type, known);
+              "w or w - 1; known are, with w - 1:%sand with w:%s",
+              reader->path, target->model_type, rms_plus_one_families, rms_families);
 }
 
 static enum tie read_tie(const struct config_reader *reader, const char *model_type)
@@ -358,7 +282,7 @@ static enum tie read_tie(const struct config_reader *reader, const char *model_t
     bool no = cJSON_IsFalse(inner) || cJSON_IsFalse(outer);
     if (yes || no)
         return yes && no ? TIE_SAID_MIXED : yes ? TIE_SAID_YES : TIE_SAID_NO;
-    return LISTED(tied_families, model_type) ? TIE_YES : TIE_NO;
+    return listed(tied_families, model_type) ? TIE_YES : TIE_NO;
 }
 
 static void read_facts(struct config_reader *reader, struct target *target,
