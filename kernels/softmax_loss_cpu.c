@@ -169,13 +169,21 @@ static KERNEL_CLONES void above_values(float *x, const struct piece *piece)
         x[i] = piece->q[i] > piece->p[i] ? piece->q[i] : 0.0f;
 }
 
+static KERNEL_CLONES void below_values(float *x, const struct piece *piece)
+{
+    for (int64_t i = 0; i < piece->n; i++)
+        x[i] = piece->q[i] > piece->p[i] ? 0.0f : piece->q[i];
+}
+
 // Sums over the row that the terms and the gradient are made of.
 struct sums {
     double overlap;  // min(p, q)
     double distance; // |p - q|
     double kl, reverse_kl;
     double kl_pm, kl_qm; // KL(p|m), KL(q|m)
-    double above;        // q where q > p
+    // q where q > p, and elsewhere. Each is summed by itself: where student and teacher have little in
+    // common the second is far below the rounding of 1 - above, and nla divides it by the overlap.
+    double above, below;
 };
 
 // Which sums are wanted.
@@ -216,6 +224,8 @@ static void add_piece(struct sums *sums, const struct needs *needs, const struct
         sums->distance += (double)piece_sum(x, piece->n);
         above_values(x, piece);
         sums->above += (double)piece_sum(x, piece->n);
+        below_values(x, piece);
+        sums->below += (double)piece_sum(x, piece->n);
     }
 }
 
@@ -279,7 +289,7 @@ static void row_gradient(struct row *row)
         .kl_qm = (float)sums->kl_qm,
         .tv = (float)((double)w[LOSS_TV] + (double)w[LOSS_LK] * (1.0 - lambda) + nla),
         .above = (float)sums->above,
-        .below = (float)(1.0 - sums->above),
+        .below = (float)sums->below,
         .token = {-1, -1},
     };
     if (w[LOSS_CE_TEACHER] != 0.0f) {
