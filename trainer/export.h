@@ -14,8 +14,9 @@ int export_zlab_servable(const struct dflash_sizes *sizes, struct error *err);
 int export_zlab_write(const char *directory, const struct params *params, const float *master,
                       const struct dflash_sizes *sizes, const struct target *target,
                       struct error *err);
-// `dtrain export`: from a checkpoint directory, with the refusals. Only what the checkpoint holds is
-// read (its config.yaml; the target it names). `out` is created; must not hold an export already.
+// `dtrain export`: from a complete checkpoint, with the refusals; only what the checkpoint holds is read.
+// allow_unservable waives those that are about windows, not predict_from_anchor. `out` is created and
+// must not hold an export already.
 int export_command(const char *checkpoint, const char *format, const char *out,
                    bool allow_unservable, struct error *err);
 
