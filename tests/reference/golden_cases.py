@@ -102,7 +102,13 @@ CASES = {
     "ce_data_dpace": {
         "config": {
             "loss": {"ce_data": 1.0, "slot_weight": "dpace", "dpace_alpha": 0.4, "slot_mask": "each"},
-            "drafter": {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_positions": 24},
+            "drafter": {
+                "rope_scaling": "yarn",
+                "rope_factor": 4.0,
+                "rope_original_positions": 24,
+                "rope_theta": 100.0,
+                "head_dim": 8,
+            },
         },
         "rows": MANY,
         "step": 3,

@@ -158,11 +158,18 @@ def check_update(report, trace, params, grads, weight_sum):
             )
 
         got = trace.real(f"updated.{name}")
-        report.tensor(f"updated.{name}", got, update(grads[name] * factor))
+        report.tensor(f"updated.{name}", got, update(grads[name] * factor), sign_floor(report, grads[name], v[name], lr))
         # The change alone, from the trace's gradient: the optimizer by itself. What rounding the new
         # parameter to fp32 costs is no fault of it.
         change = update(traced[name] * traced_factor) - param
         report.tensor(f"change.{name}", got - param, change, floor=float(got.norm()) * 2.0**-23)
+
+
+def sign_floor(report, grad, v, lr):
+    """Norm that undecided signs excuse: with empty moments AdamW moves each element by lr times the sign of its
+    gradient, and where that is all but 0, rounding decides it."""
+    undecided = (grad.abs() <= 0.1 * report.tol * grad.pow(2).mean().sqrt()) & (v == 0) & (grad != 0)
+    return 2 * lr * math.sqrt(int(undecided.sum()))
 
 
 def rounded(tensor, compute):

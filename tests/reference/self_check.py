@@ -9,6 +9,7 @@ Closes with the line "N passed, N failed".
 
 import copy
 import math
+import os
 import sys
 import traceback
 
@@ -18,8 +19,9 @@ import torch
 from dflash_step import Step, adamw, blocks_forward, clip_factor, dpace_weights, global_norm
 from dflash_step import TERMS, is_valid_anchor, loss_term, scored_slots
 from golden_cases import BASE, CASES
-from make_golden import make_rows, make_row, parameters, resolved, target_config, target_tensors
-from trace_file import Row, make_shape, make_target
+from make_golden import DEFAULT_OUT, make_row, make_rows, parameters, resolved, target_config, target_tensors
+from recompute_step import recompute
+from trace_file import Row, Trace, make_shape, make_target
 
 
 def close(a, b, tol):
@@ -222,9 +224,51 @@ def groups_do_not_matter():
         close(a[name], b[name], 1e-13)
 
 
+# case -> settings that its results must depend on: a C test that read them wrongly would not pass.
+CHANGES = {
+    "kl": {
+        "drafter.rope_theta": 9000.0, "drafter.rms_norm_eps": 1e-3, "drafter.mask_token_id": 61,
+        "loss.slot_decay_gamma": 4.1, "loss.slot_mask": "each", "loss.slot_weight": "uniform",
+        "loss.normalize": "count", "loss.js": 0.1,
+    },
+    "reverse_kl_sliding": {
+        "drafter.sliding_window": 9, "drafter.window_origin": "anchor", "drafter.sliding_window_non_causal": True,
+        "drafter.layer_types": ["full_attention", "sliding_attention"],
+    },
+    "js_from_anchor": {"drafter.predict_from_anchor": False, "loss.slot_mask": "prefix"},
+    "ce_teacher_whole": {"drafter.sliding_window_non_causal": False, "drafter.sliding_window": 7},
+    "ce_data_dpace": {
+        "loss.dpace_alpha": 0.5, "drafter.rope_factor": 3.0, "drafter.rope_original_positions": 96,
+        "drafter.rope_scaling": "linear", "loss.slot_mask": "prefix",
+    },
+    "tv_window_from_anchor": {"drafter.window_origin": "query", "drafter.sliding_window": 6, "loss.normalize": "weighted"},
+    "nla_linear": {"drafter.rope_factor": 2.0, "drafter.rope_scaling": "none"},
+    "lk_noise": {"loss.lk_eta": 3.0},
+    "mixture_ce_tv_dpace": {"loss.dpace_alpha": 0.6, "loss.slot_weight": "exp", "drafter.sliding_window": 8},
+    "mixture_all_count": {f"loss.{t}": 0.0 for t in TERMS} | {"loss.normalize": "weighted"},
+    "row_without_anchors": {"drafter.mask_token_id": 4, "drafter.sliding_window": 11},
+}  # fmt: skip
+
+
+def golden_files_depend_on_settings():
+    """The stored loss is found again, and is another one when one setting is changed."""
+    for name, changes in CHANGES.items():
+        trace = Trace(os.path.join(DEFAULT_OUT, name + ".safetensors"))
+        stored = trace.scalar("loss")
+        close(recompute(trace, None, 64)[0].total, stored, 1e-7)
+        original = copy.deepcopy(trace.config)
+        for key, value in changes.items():
+            trace.config = copy.deepcopy(original)
+            section, field = key.split(".")
+            assert trace.config[section][field] != value, f"{name}: {key} is {value} already"
+            trace.config[section][field] = value
+            changed = recompute(trace, None, 64)[0].total
+            assert abs(changed - stored) > 1e-5 * abs(stored), f"{name}: {key} = {value} makes no difference"
+
+
 CHECKS = (
     alignment, candidates, no_leak, packed_is_the_sum, closed_forms, dpace_by_hand, finite_differences, optimizer,
-    groups_do_not_matter,
+    groups_do_not_matter, golden_files_depend_on_settings,
 )  # fmt: skip
 
 
