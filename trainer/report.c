@@ -142,7 +142,7 @@ static int write_line(struct run_folder *folder, const char *text, struct error 
     if (done == size)
         return 0;
     int cause = errno;
-    if (end >= 0 && ftruncate(fd, end) != 0)
+    if (done > 0 && ftruncate(fd, end) != 0)
         log_warn("%s/metrics.jsonl: half a line could not be taken back: %s", folder->path,
                  strerror(errno));
     if (cause != ENOSPC && cause != EDQUOT)
