@@ -9,6 +9,7 @@
 #include "base/memory.h"
 #include "data/check.h"
 #include "data/id_table.h"
+#include "data/shard_probe.h"
 #include "data/shard_scan.h"
 
 enum {
@@ -152,6 +153,9 @@ static void add_document(struct opening *opening, size_t index, int64_t document
         documents->dropped_unsupervised++;
         return;
     }
+    uint64_t kept[2] = {shard->doc_ids[document], (uint64_t)length};
+    documents->kept_fingerprint =
+        fingerprint_bytes(documents->kept_fingerprint, kept, sizeof(kept));
     documents->cut += length < full;
     documents->tokens += length;
     documents->supervised += supervised;
@@ -222,9 +226,14 @@ static void open_shards(struct opening *opening, const struct config_texts *path
 {
     struct documents *documents = opening->documents;
     documents->shards = memory_alloc(paths->count, sizeof(*documents->shards));
+    char **damaged = shard_probe((const char *const *)paths->items, paths->count);
     for (size_t i = 0; i < paths->count; i++) {
         struct error found = {""};
         struct shard *shard = &documents->shards[documents->shard_count];
+        if (damaged[i] != NULL) {
+            faults_add(&opening->faults, damaged[i]);
+            continue;
+        }
         if (shard_open(shard, paths->items[i], &found) != 0) {
             faults_add(&opening->faults, found.text);
             continue;
@@ -233,6 +242,7 @@ static void open_shards(struct opening *opening, const struct config_texts *path
         if (shard_compare(&documents->shards[0], shard, &found) != 0)
             faults_add(&opening->faults, found.text);
     }
+    shard_probe_free(damaged, paths->count);
 }
 
 static void take_common_facts(struct documents *documents)

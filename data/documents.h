@@ -31,7 +31,8 @@ struct documents {
     // what was left out, and sums
     int64_t dropped_unsupervised, dropped_bad, cut;
     int64_t tokens, supervised;
-    uint64_t fingerprint; // of ids, lengths and masks of all documents, in order
+    uint64_t fingerprint;      // of ids, lengths, tokens and masks of all documents, in order
+    uint64_t kept_fingerprint; // of ids and lengths of items, in order: what a run trains on
 };
 
 // Opens every shard, checks structure, token ids and masks (only headers, offsets, ids and masks are

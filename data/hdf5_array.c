@@ -216,10 +216,12 @@ static int check_chunks(const struct hdf5_array *array, const struct hdf5_file *
 
     hid_t space = H5Dget_space(array->id);
     hsize_t there = 0;
-    herr_t got = H5Dget_num_chunks(array->id, space, &there);
+    int result = 0;
+    if (H5Dget_num_chunks(array->id, space, &there) < 0)
+        result = library_fault(array, file, err);
     H5Sclose(space);
-    if (got < 0)
-        return library_fault(array, file, err);
+    if (result != 0)
+        return -1;
     int64_t needed = chunks_needed(array, chunk);
     if (needed < 0 || there != (hsize_t)needed)
         return error_add(err, "%s: %s: %llu of its %lld chunks were written", file->path,

@@ -131,9 +131,10 @@ static int open_library(struct hdf5_file *file, struct error *err)
     H5Pset_file_locking(access, 0, 1);
 #endif
     file->id = H5Fopen(file->path, H5F_ACC_RDONLY, access);
+    int result = file->id < 0 ? open_failed(file, err) : 0; // before another call clears the reason
     H5Pclose(access);
-    if (file->id < 0)
-        return open_failed(file, err);
+    if (result != 0)
+        return -1;
     hid_t creation = H5Fget_create_plist(file->id);
     hsize_t user_block = 0;
     if (creation >= 0) {

@@ -1,0 +1,199 @@
+// Owns the child process in which shards are opened first.
+#include "data/shard_probe.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "base/log.h"
+#include "base/memory.h"
+#include "data/hdf5_file.h"
+#include "data/shard.h"
+
+enum {
+    CPU_SECONDS = 30 // for the index of one shard
+};
+
+// Address space beyond what the process has now. An index needs megabytes; a damaged length may ask
+// for anything.
+static const size_t EXTRA_MEMORY = (size_t)512 << 20;
+
+static void limit_memory(void)
+{
+    unsigned long long pages = 0;
+    FILE *file = fopen("/proc/self/statm", "re");
+    if (file == NULL)
+        return;
+    if (fscanf(file, "%llu", &pages) == 1) {
+        rlim_t bytes = (rlim_t)pages * (rlim_t)sysconf(_SC_PAGESIZE) + EXTRA_MEMORY;
+        struct rlimit limit;
+        if (getrlimit(RLIMIT_AS, &limit) == 0 && bytes < limit.rlim_cur) {
+            limit.rlim_cur = bytes;
+            setrlimit(RLIMIT_AS, &limit);
+        }
+    }
+    fclose(file);
+}
+
+// Processor time, not time that passes: a slow file system is not a fault.
+static void limit_time(void)
+{
+    struct rusage usage;
+    struct rlimit limit;
+    if (getrusage(RUSAGE_SELF, &usage) != 0 || getrlimit(RLIMIT_CPU, &limit) != 0)
+        return;
+    rlim_t seconds = (rlim_t)usage.ru_utime.tv_sec + (rlim_t)usage.ru_stime.tv_sec + CPU_SECONDS;
+    if (seconds < limit.rlim_max) {
+        limit.rlim_cur = seconds;
+        setrlimit(RLIMIT_CPU, &limit);
+    }
+}
+
+// The first and the last token, so that libhdf5 also reads where it must.
+static void read_ends(const struct shard *shard)
+{
+    struct error ignored;
+    bf16 *hidden = memory_alloc((size_t)(shard->planes * shard->hidden_size), sizeof(*hidden));
+    for (int end = 0; end < 2; end++) {
+        int64_t token = end == 0 ? 0 : shard->tokens - 1;
+        int32_t id, top1;
+        uint8_t mask;
+        float logit, lse;
+        shard_read_ids(shard, token, 1, &id, &ignored);
+        shard_read_mask(shard, token, 1, &mask, &ignored);
+        shard_read_hidden(shard, token, 1, hidden, &ignored);
+        if (shard->has_teacher)
+            shard_read_teacher(shard, token, 1, &top1, &logit, &lse, &ignored);
+    }
+    free(hidden);
+}
+
+// What the child says of one file: the length of a message, then its text. Length 0: sound.
+static bool send_all(int pipe_end, const void *bytes, size_t size)
+{
+    const char *at = bytes;
+    while (size > 0) {
+        ssize_t sent = write(pipe_end, at, size);
+        if (sent < 0 && errno == EINTR)
+            continue;
+        if (sent <= 0)
+            return false;
+        at += sent;
+        size -= (size_t)sent;
+    }
+    return true;
+}
+
+static bool receive_all(int pipe_end, void *bytes, size_t size)
+{
+    char *at = bytes;
+    while (size > 0) {
+        ssize_t got = read(pipe_end, at, size);
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got <= 0)
+            return false;
+        at += got;
+        size -= (size_t)got;
+    }
+    return true;
+}
+
+static void child_main(const char *const *paths, size_t count, int pipe_end)
+{
+    // Another thread may have held the log's lock; below this level it is not taken. What sanitizers
+    // and libraries print of a crash is not for the user.
+    log_configure(LOG_ERROR, 0);
+    int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
+    if (null >= 0)
+        dup2(null, STDERR_FILENO);
+    struct rlimit no_core = {0, 0};
+    setrlimit(RLIMIT_CORE, &no_core);
+    limit_memory();
+    for (size_t i = 0; i < count; i++) {
+        struct shard shard;
+        struct error fault = {""};
+        limit_time();
+        if (shard_open(&shard, paths[i], &fault) == 0) {
+            read_ends(&shard);
+            shard_close(&shard);
+        }
+        uint32_t length = (uint32_t)strlen(fault.text);
+        if (!send_all(pipe_end, &length, sizeof(length)) || !send_all(pipe_end, fault.text, length))
+            break;
+    }
+    _exit(0);
+}
+
+// Takes messages until the child ends. Returns the number of files it got through.
+static size_t receive_messages(int pipe_end, size_t count, char **messages)
+{
+    for (size_t i = 0; i < count; i++) {
+        uint32_t length = 0;
+        char text[sizeof(struct error)];
+        if (!receive_all(pipe_end, &length, sizeof(length)) || length >= sizeof(text) ||
+            !receive_all(pipe_end, text, length))
+            return i;
+        text[length] = '\0';
+        if (length > 0)
+            messages[i] = memory_strdup(text);
+    }
+    return count;
+}
+
+static char *describe(const char *path, int status)
+{
+    if (WIFSIGNALED(status) && WTERMSIG(status) == SIGXCPU)
+        return memory_format("%s: damaged: libhdf5 does not come to an end with it", path);
+    return memory_format("%s: damaged: libhdf5 crashes on it (%s)", path,
+                         WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : "it ended itself");
+}
+
+// Opens files in one child until one of them ends it. Returns the number of files dealt with.
+static size_t probe_some(const char *const *paths, size_t count, char **messages)
+{
+    int ends[2];
+    if (pipe2(ends, O_CLOEXEC) != 0)
+        return count;
+    // Held over the fork, so that the child gets libhdf5 between two calls.
+    hdf5_lock();
+    pid_t child = fork();
+    hdf5_unlock();
+    if (child == 0) {
+        close(ends[0]);
+        child_main(paths, count, ends[1]);
+    }
+    close(ends[1]);
+    size_t finished = child > 0 ? receive_messages(ends[0], count, messages) : count;
+    close(ends[0]);
+    if (child < 0) // the shards are then opened without this safety
+        return count;
+    int status = 0;
+    while (waitpid(child, &status, 0) < 0 && errno == EINTR)
+        continue;
+    if (finished >= count)
+        return count;
+    messages[finished] = describe(paths[finished], status);
+    return finished + 1;
+}
+
+char **shard_probe(const char *const *paths, size_t count)
+{
+    char **messages = memory_alloc(count, sizeof(*messages));
+    for (size_t done = 0; done < count;)
+        done += probe_some(paths + done, count - done, messages + done);
+    return messages;
+}
+
+void shard_probe_free(char **messages, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        free(messages[i]);
+    free(messages);
+}

@@ -1,0 +1,13 @@
+// Opens shards in a child process first: libhdf5 may crash, loop or allocate without bound on files
+// whose structure is damaged, and a run should say which file that is instead of dying of it.
+#ifndef DATA_SHARD_PROBE_H
+#define DATA_SHARD_PROBE_H
+
+#include <stddef.h>
+
+// For each file NULL, or why it can not be opened, as shard_open would say it, or that libhdf5 broke
+// down over it. Files with a message are not to be opened here. Free with shard_probe_free.
+char **shard_probe(const char *const *paths, size_t count);
+void shard_probe_free(char **messages, size_t count);
+
+#endif
