@@ -177,7 +177,7 @@ static int check_filters(struct hdf5_array *array, const struct hdf5_file *file,
         if (H5Zfilter_avail(filter) <= 0)
             return error_add(err,
                              "%s: %s is stored through the HDF5 filter %d (%s), which is not "
-                             "installed here; rewrite it with h5repack -f NONE",
+                             "installed here; write it without compression",
                              file->path, array->name, (int)filter, name);
         snprintf(array->slow_reason, sizeof(array->slow_reason), "stored through the filter %s",
                  name);

@@ -51,6 +51,12 @@ void hdf5_reason(char text[HDF5_REASON_MAX])
     // From the outer call inwards: the last one kept is what failed first.
     H5Ewalk2(H5E_DEFAULT, H5E_WALK_DOWNWARD, keep_description, text);
     H5Eclear2(H5E_DEFAULT);
+    if (strstr(text, "bad version number") != NULL) {
+        size_t end = strlen(text);
+        snprintf(text + end, HDF5_REASON_MAX - end,
+                 " (damaged, or written in a format newer than HDF5 %d.%d.%d, which reads it here)",
+                 H5_VERS_MAJOR, H5_VERS_MINOR, H5_VERS_RELEASE);
+    }
 }
 
 // More shards than the soft limit of open files are usual; the hard limit is far higher.
