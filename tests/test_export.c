@@ -154,6 +154,13 @@ static void numbers_are_written_as_people_write_them(void **state)
     assert_non_null(strstr(text, "1e-06,"));
     assert_null(strstr(text, "9.99")); // the float nearest to 1e-6 as a double
     free(text);
+    drafter.config.drafter.rope_scaling = ROPE_SCALING_LINEAR;
+    drafter.config.drafter.rope_factor = 4.0;
+    drafter_fixture_resolve(&drafter);
+    cJSON_Delete(export_zeros());
+    text = read_text("config.json");
+    assert_non_null(strstr(text, "4.0")); // readers take a factor of 4 for a mistake
+    free(text);
 }
 
 static void rope_scaling_is_stated(void **state)

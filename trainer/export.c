@@ -54,6 +54,17 @@ static void add_float(cJSON *object, const char *name, float value)
     cJSON_AddRawToObject(object, name, text);
 }
 
+// With a decimal point: some readers take a whole factor for a mistake.
+static void add_factor(cJSON *object, const char *name, double value)
+{
+    char text[32];
+    snprintf(text, sizeof(text), "%.1f", value);
+    if (strtod(text, NULL) == value)
+        cJSON_AddRawToObject(object, name, text);
+    else
+        json_add_real(object, name, value);
+}
+
 static void add_dflash(cJSON *object, const struct dflash_sizes *sizes)
 {
     cJSON *dflash = cJSON_AddObjectToObject(object, "dflash_config");
@@ -72,7 +83,7 @@ static void add_rope(cJSON *object, const struct dflash_sizes *sizes)
         bool yarn = sizes->rope_scaling == ROPE_SCALING_YARN;
         cJSON *scaling = cJSON_AddObjectToObject(object, "rope_scaling");
         cJSON_AddStringToObject(scaling, "rope_type", yarn ? "yarn" : "linear");
-        json_add_real(scaling, "factor", sizes->rope_factor);
+        add_factor(scaling, "factor", sizes->rope_factor);
         if (yarn)
             json_add_int(scaling, "original_max_position_embeddings",
                          sizes->rope_original_positions);
