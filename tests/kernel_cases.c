@@ -1,0 +1,264 @@
+// Owns the table of kernel cases. Shapes: 1, primes, a unit of the implementation -1/0/+1 (micro tiles
+// of 12 x 32, pieces of 512, blocks of 256), and one shape of a real training step for each op.
+#include "tests/kernel_cases.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "base/log.h"
+#include "tests/support/kernel_ops.h"
+
+// Bounds {atol, rtol, nmse} and why.
+#define EXACT      {0.0, 0.0, 0.0}, "values are only moved"
+#define ROUND_BF16 {0.0, 0x1.01p-8, 1e-5}, "one rounding to bf16"
+#define ROW_F32    {2e-6, 3e-6, 1e-12}, "a dozen fp32 operations on values near 1, a sum in lanes"
+#define ROW_BF16   {1e-5, 0x1.04p-8, 1e-5}, "one rounding to bf16 after fp32"
+// Sums of k standard normal products: partial sums near sqrt(k) are rounded in blocks of at most 256;
+// five standard deviations of that.
+#define SUM_F32(k_root)  {2e-6 * (k_root), 2e-6, 1e-12}, "fp32 sums of k products, sqrt(k) in atol"
+#define SUM_BF16(k_root) {2e-6 * (k_root), 0x1.04p-8, 1e-5}, "fp32 sums, one rounding to bf16"
+#define ATTENTION_F32    {1e-5, 1e-5, 1e-11}, "two products and a softmax of scores up to 10 in fp32"
+#define ATTENTION_BF16 {2e-5, 0x1.04p-8, 1e-5}, "as in fp32, one rounding to bf16"
+#define LOSS_F32       {1e-7, 1e-5, 1e-10}, "loss and gradient within 1e-5 relative of fp64"
+#define LOSS_BF16      {1e-7, 0x1.01p-8, 1e-5}, "fp32 arithmetic, gradient rounded once to bf16"
+#define NOISE          {1e-6, 0x1.01p-8, 1e-5}, "the same draws; logf and cosf may differ in the last bit"
+#define ADAM           {1e-7, 1e-6, 1e-12}, "a dozen fp32 operations"
+#define SQUARES        {0.0, 1e-6, 1e-12}, "fp32 sums of 512 squares, the rest in fp64"
+
+#define TA CASE_TRANSPOSE_A
+#define TB CASE_TRANSPOSE_B
+
+const struct kernel_case kernel_cases[] = {
+    {"gemm", {1, 1, 1}, DTYPE_F32, 0, 1, SUM_F32(1)},
+    {"gemm", {7, 13, 5}, DTYPE_F32, TB, 2, SUM_F32(3)},
+    {"gemm", {11, 31, 255}, DTYPE_F32, 0, 3, SUM_F32(16)},
+    {"gemm", {12, 32, 256}, DTYPE_F32, TB, 4, SUM_F32(16)},
+    {"gemm", {13, 33, 257}, DTYPE_F32, TB, 5, SUM_F32(16)},
+    {"gemm", {13, 33, 257}, DTYPE_F32, TA, 6, SUM_F32(16)},
+    {"gemm", {13, 33, 257}, DTYPE_F32, TA | TB, 7, SUM_F32(16)},
+    {"gemm", {67, 101, 43}, DTYPE_F32, CASE_BETA_ONE | CASE_STRIDED, 8, SUM_F32(8)},
+    {"gemm", {67, 101, 43}, DTYPE_F32, CASE_BETA_D | CASE_STRIDED | TB, 9, SUM_F32(8)},
+    {"gemm", {529, 97, 11}, DTYPE_F32, TA | CASE_STRIDED, 10, SUM_F32(4)},
+    {"gemm", {5, 1025, 19}, DTYPE_F32, TB, 11, SUM_F32(5)},
+    {"gemm", {3, 7, 5003}, DTYPE_F32, 0, 12, SUM_F32(71)},
+    {"gemm", {512, 192, 576}, DTYPE_F32, TB, 13, SUM_F32(24)},
+    {"gemm", {1, 1, 1}, DTYPE_BF16, 0, 14, SUM_BF16(1)},
+    {"gemm", {13, 33, 257}, DTYPE_BF16, TB, 15, SUM_BF16(16)},
+    {"gemm", {13, 33, 600}, DTYPE_BF16, TA | CASE_BETA_ONE, 16, SUM_BF16(25)},
+    {"gemm", {67, 101, 43}, DTYPE_BF16, CASE_BETA_D | CASE_STRIDED, 17, SUM_BF16(8)},
+    {"gemm", {67, 101, 600}, DTYPE_BF16, CASE_TO_F32 | CASE_BETA_ONE | TA, 18, SUM_F32(25)},
+    {"gemm", {530, 70, 40}, DTYPE_BF16, CASE_TO_F32 | TA | TB, 19, SUM_F32(7)},
+    {"gemm", {448, 192, 576}, DTYPE_BF16, TB, 20, SUM_BF16(24)},
+    {"gemm", {448, 49152, 576}, DTYPE_F32, TB | CASE_BENCH, 21, SUM_F32(24)},
+    {"gemm", {448, 576, 49152}, DTYPE_F32, CASE_BENCH, 22, SUM_F32(222)},
+    {"gemm", {512, 3072, 576}, DTYPE_F32, TB | CASE_BENCH, 23, SUM_F32(24)},
+    {"gemm", {3072, 576, 512}, DTYPE_F32, TA | CASE_BETA_ONE | CASE_BENCH, 24, SUM_F32(23)},
+    {"gemm", {448, 49152, 576}, DTYPE_BF16, TB | CASE_TO_F32 | CASE_BENCH, 25, SUM_F32(24)},
+
+    {"rms_norm_forward", {1, 1}, DTYPE_F32, 0, 30, ROW_F32},
+    {"rms_norm_forward", {3, 257}, DTYPE_F32, 0, 31, ROW_F32},
+    {"rms_norm_forward", {5, 511}, DTYPE_F32, CASE_OFFSET, 32, ROW_F32},
+    {"rms_norm_forward", {5, 512}, DTYPE_F32, CASE_IN_PLACE, 33, ROW_F32},
+    {"rms_norm_forward", {5, 513}, DTYPE_F32, CASE_FROZEN, 34, ROW_F32},
+    {"rms_norm_forward", {512, 576}, DTYPE_F32, 0, 35, ROW_F32},
+    {"rms_norm_forward", {1, 1}, DTYPE_BF16, 0, 36, ROW_BF16},
+    {"rms_norm_forward", {3, 257}, DTYPE_BF16, CASE_OFFSET, 37, ROW_BF16},
+    {"rms_norm_forward", {17, 1031}, DTYPE_BF16, CASE_IN_PLACE | CASE_FROZEN, 38, ROW_BF16},
+    {"rms_norm_forward", {512, 576}, DTYPE_BF16, 0, 39, ROW_BF16},
+
+    {"rms_norm_backward", {1, 3}, DTYPE_F32, 0, 40, ROW_F32},
+    {"rms_norm_backward", {3, 257}, DTYPE_F32, CASE_ADD, 41, ROW_F32},
+    {"rms_norm_backward", {15, 511}, DTYPE_F32, CASE_OFFSET, 42, ROW_F32},
+    {"rms_norm_backward", {16, 512}, DTYPE_F32, CASE_IN_PLACE, 43, ROW_F32},
+    {"rms_norm_backward", {17, 513}, DTYPE_F32, CASE_FROZEN | CASE_ADD, 44, ROW_F32},
+    {"rms_norm_backward", {4099, 7}, DTYPE_F32, 0, 45, ROW_F32},
+    {"rms_norm_backward", {512, 576}, DTYPE_F32, CASE_ADD, 46, ROW_F32},
+    {"rms_norm_backward", {3, 257}, DTYPE_BF16, CASE_ADD, 47, ROW_BF16},
+    {"rms_norm_backward", {19, 1031}, DTYPE_BF16, CASE_IN_PLACE | CASE_OFFSET, 48, ROW_BF16},
+    {"rms_norm_backward", {512, 576}, DTYPE_BF16, CASE_ADD, 49, ROW_BF16},
+
+    {"norm_rope_forward", {1, 1, 2}, DTYPE_F32, 0, 50, ROW_F32},
+    {"norm_rope_forward", {7, 3, 6}, DTYPE_F32, CASE_STRIDED, 51, ROW_F32},
+    {"norm_rope_forward", {5, 2, 510}, DTYPE_F32, 0, 52, ROW_F32},
+    {"norm_rope_forward", {5, 2, 512}, DTYPE_F32, CASE_NO_NORM, 53, ROW_F32},
+    {"norm_rope_forward", {512, 9, 64}, DTYPE_F32, CASE_STRIDED, 54, ROW_F32},
+    {"norm_rope_forward", {7, 3, 6}, DTYPE_BF16, CASE_STRIDED, 55, ROW_BF16},
+    {"norm_rope_forward", {7, 3, 34}, DTYPE_BF16, CASE_NO_NORM, 56, ROW_BF16},
+    {"norm_rope_forward", {512, 9, 64}, DTYPE_BF16, 0, 57, ROW_BF16},
+
+    {"norm_rope_backward", {1, 1, 2}, DTYPE_F32, 0, 60, ROW_F32},
+    {"norm_rope_backward", {7, 3, 6}, DTYPE_F32, CASE_STRIDED, 61, ROW_F32},
+    {"norm_rope_backward", {15, 2, 130}, DTYPE_F32, CASE_NO_NORM, 62, ROW_F32},
+    {"norm_rope_backward", {4097, 1, 4}, DTYPE_F32, 0, 63, ROW_F32},
+    {"norm_rope_backward", {512, 3, 64}, DTYPE_F32, CASE_STRIDED, 64, ROW_F32},
+    {"norm_rope_backward", {7, 3, 6}, DTYPE_BF16, CASE_STRIDED, 65, ROW_BF16},
+    {"norm_rope_backward", {17, 3, 34}, DTYPE_BF16, CASE_TO_F32, 66, ROW_BF16},
+    {"norm_rope_backward", {512, 9, 64}, DTYPE_BF16, CASE_TO_F32 | CASE_STRIDED, 67, ROW_BF16},
+
+    {"swiglu_forward", {1, 1}, DTYPE_F32, 0, 70, ROW_F32},
+    {"swiglu_forward", {3, 511}, DTYPE_F32, 0, 71, ROW_F32},
+    {"swiglu_forward", {3, 512}, DTYPE_F32, 0, 72, ROW_F32},
+    {"swiglu_forward", {3, 513}, DTYPE_F32, 0, 73, ROW_F32},
+    {"swiglu_forward", {512, 1536}, DTYPE_F32, 0, 74, ROW_F32},
+    {"swiglu_forward", {3, 257}, DTYPE_BF16, 0, 75, ROW_BF16},
+    {"swiglu_forward", {512, 1536}, DTYPE_BF16, 0, 76, ROW_BF16},
+
+    {"swiglu_backward", {1, 1}, DTYPE_F32, 0, 80, ROW_F32},
+    {"swiglu_backward", {3, 511}, DTYPE_F32, CASE_IN_PLACE, 81, ROW_F32},
+    {"swiglu_backward", {3, 512}, DTYPE_F32, 0, 82, ROW_F32},
+    {"swiglu_backward", {3, 513}, DTYPE_F32, 0, 83, ROW_F32},
+    {"swiglu_backward", {512, 1536}, DTYPE_F32, CASE_IN_PLACE, 84, ROW_F32},
+    {"swiglu_backward", {3, 257}, DTYPE_BF16, CASE_IN_PLACE, 85, ROW_BF16},
+    {"swiglu_backward", {512, 1536}, DTYPE_BF16, 0, 86, ROW_BF16},
+
+    {"gather_rows", {1, 1, 1}, DTYPE_F32, 0, 90, EXACT},
+    {"gather_rows", {7, 513, 5}, DTYPE_F32, CASE_STRIDED, 91, EXACT},
+    {"gather_rows", {7, 511, 11}, DTYPE_F32, CASE_SCALED, 92, ROW_F32},
+    {"gather_rows", {7, 29, 5}, DTYPE_BF16, CASE_TO_F32 | CASE_STRIDED, 93, EXACT},
+    {"gather_rows", {512, 576, 1009}, DTYPE_BF16, CASE_SCALED, 94, ROUND_BF16},
+
+    {"scatter_rows", {1, 1, 1}, DTYPE_F32, 0, 100, EXACT},
+    {"scatter_rows", {7, 513, 15}, DTYPE_F32, 0, 101, EXACT},
+    {"scatter_rows", {7, 29, 15}, DTYPE_F32, CASE_SCALED, 102, ROW_F32},
+    {"scatter_rows", {7, 29, 7}, DTYPE_BF16, CASE_TO_F32, 103, EXACT},
+    {"scatter_rows", {448, 576, 512}, DTYPE_BF16, CASE_SCALED, 104, ROUND_BF16},
+
+    {"context_load", {1, 1, 1, 1}, DTYPE_F32, 0, 110, EXACT},
+    {"context_load", {23, 4, 3, 513}, DTYPE_F32, 0, 111, EXACT},
+    {"context_load", {23, 4, 3, 17}, DTYPE_F32, CASE_NORMAL | CASE_BLANK, 112, NOISE},
+    {"context_load", {23, 4, 3, 17}, DTYPE_F32, CASE_UNIFORM, 113, NOISE},
+    {"context_load", {23, 4, 3, 513}, DTYPE_BF16, CASE_UNIFORM | CASE_BLANK, 114, NOISE},
+    {"context_load", {1009, 6, 5, 576}, DTYPE_BF16, 0, 115, EXACT},
+
+    {"attention_forward", {1, 1, 1, 1, 1, 2}, DTYPE_F32, 0, 120, ATTENTION_F32},
+    {"attention_forward", {3, 5, 0, 2, 1, 6}, DTYPE_F32, CASE_CAUSAL, 121, ATTENTION_F32},
+    {"attention_forward", {7, 5, 37, 3, 3, 7}, DTYPE_F32, CASE_STRIDED, 122, ATTENTION_F32},
+    {"attention_forward",
+     {9, 8, 131, 6, 2, 16},
+     DTYPE_F32,
+     CASE_CAUSAL | CASE_WINDOW,
+     123,
+     ATTENTION_F32},
+    {"attention_forward", {5, 4, 3083, 4, 2, 8}, DTYPE_F32, 0, 124, ATTENTION_F32},
+    {"attention_forward", {2, 64, 90, 5, 1, 8}, DTYPE_F32, CASE_STRIDED, 125, ATTENTION_F32},
+    {"attention_forward", {8, 8, 1024, 9, 3, 64}, DTYPE_F32, 0, 126, ATTENTION_F32},
+    {"attention_forward", {7, 5, 37, 3, 3, 7}, DTYPE_BF16, CASE_STRIDED, 127, ATTENTION_BF16},
+    {"attention_forward", {8, 8, 600, 9, 3, 64}, DTYPE_BF16, CASE_WINDOW, 128, ATTENTION_BF16},
+    {"attention_forward", {64, 8, 4096, 9, 3, 64}, DTYPE_F32, CASE_BENCH, 129, ATTENTION_F32},
+
+    {"attention_backward", {1, 1, 1, 1, 1, 2}, DTYPE_F32, 0, 140, ATTENTION_F32},
+    {"attention_backward", {3, 5, 0, 2, 1, 6}, DTYPE_F32, CASE_CAUSAL, 141, ATTENTION_F32},
+    {"attention_backward", {7, 5, 37, 3, 3, 7}, DTYPE_F32, CASE_STRIDED, 142, ATTENTION_F32},
+    {"attention_backward",
+     {9, 8, 131, 6, 2, 16},
+     DTYPE_F32,
+     CASE_CAUSAL | CASE_WINDOW,
+     143,
+     ATTENTION_F32},
+    {"attention_backward", {5, 4, 3083, 4, 2, 8}, DTYPE_F32, 0, 144, ATTENTION_F32},
+    {"attention_backward", {2, 64, 90, 5, 1, 8}, DTYPE_F32, CASE_STRIDED, 145, ATTENTION_F32},
+    {"attention_backward", {8, 8, 1024, 9, 3, 64}, DTYPE_F32, 0, 146, ATTENTION_F32},
+    {"attention_backward", {7, 5, 37, 3, 3, 7}, DTYPE_BF16, CASE_STRIDED, 147, ATTENTION_BF16},
+    {"attention_backward", {8, 8, 600, 9, 3, 64}, DTYPE_BF16, CASE_WINDOW, 148, ATTENTION_BF16},
+    {"attention_backward", {64, 8, 4096, 9, 3, 64}, DTYPE_F32, CASE_BENCH, 149, ATTENTION_F32},
+
+    {"softmax_loss", {1, 1, 1, 0}, DTYPE_F32, CASE_TO_F32, 160, LOSS_F32},
+    {"softmax_loss", {5, 511, 7, 0}, DTYPE_F32, CASE_TO_F32, 161, LOSS_F32},
+    {"softmax_loss", {5, 512, 3, 1}, DTYPE_F32, CASE_TO_F32, 162, LOSS_F32},
+    {"softmax_loss", {5, 513, 5, 2}, DTYPE_F32, CASE_TO_F32, 163, LOSS_F32},
+    {"softmax_loss", {7, 1003, 5, 3}, DTYPE_F32, CASE_TO_F32, 164, LOSS_F32},
+    {"softmax_loss", {7, 1003, 5, 4}, DTYPE_F32, CASE_TO_F32, 165, LOSS_F32},
+    {"softmax_loss", {7, 1003, 5, 5}, DTYPE_F32, CASE_TO_F32, 166, LOSS_F32},
+    {"softmax_loss", {7, 1003, 5, 6}, DTYPE_F32, CASE_TO_F32, 167, LOSS_F32},
+    {"softmax_loss", {7, 1003, 5, 7}, DTYPE_F32, CASE_TO_F32, 168, LOSS_F32},
+    {"softmax_loss", {7, 1003, 5, 8}, DTYPE_F32, CASE_TO_F32, 169, LOSS_F32},
+    {"softmax_loss", {7, 1003, 5, 9}, DTYPE_F32, CASE_TO_F32 | CASE_IN_PLACE, 170, LOSS_F32},
+    {"softmax_loss", {7, 1003, 5, 10}, DTYPE_F32, CASE_TO_F32 | CASE_IN_PLACE, 171, LOSS_F32},
+    {"softmax_loss", {1000, 1003, 600, 11}, DTYPE_F32, CASE_TO_F32 | CASE_IN_PLACE, 172, LOSS_F32},
+    {"softmax_loss", {7, 1003, 5, 11}, DTYPE_F32, CASE_IN_PLACE, 173, LOSS_BF16},
+    {"softmax_loss", {7, 1003, 5, 11}, DTYPE_F32, CASE_EXCLUDED | CASE_TO_F32, 174, LOSS_F32},
+    {"softmax_loss", {7, 1003, 5, 4}, DTYPE_F32, CASE_NO_TEACHER | CASE_TO_F32, 175, LOSS_F32},
+    {"softmax_loss", {7, 1003, 5, 4}, DTYPE_F32, CASE_NO_TEACHER | CASE_NO_GRADIENT, 176, LOSS_F32},
+    {"softmax_loss", {7, 1003, 5, 11}, DTYPE_F32, CASE_NO_GRADIENT, 177, LOSS_F32},
+    {"softmax_loss", {2, 300007, 2, 11}, DTYPE_F32, CASE_TO_F32, 178, LOSS_F32},
+    {"softmax_loss", {16, 49152, 12, 0}, DTYPE_F32, CASE_IN_PLACE, 179, LOSS_BF16},
+    {"softmax_loss", {7, 1003, 5, 11}, DTYPE_BF16, CASE_IN_PLACE, 180, LOSS_BF16},
+    {"softmax_loss", {7, 1003, 5, 11}, DTYPE_BF16, CASE_TO_F32, 181, LOSS_F32},
+    {"softmax_loss", {16, 49152, 12, 0}, DTYPE_BF16, CASE_IN_PLACE, 182, LOSS_BF16},
+    {"softmax_loss",
+     {448, 49152, 400, 0},
+     DTYPE_F32,
+     CASE_TO_F32 | CASE_IN_PLACE | CASE_BENCH,
+     183,
+     LOSS_F32},
+    {"softmax_loss",
+     {64, 49152, 64, 11},
+     DTYPE_F32,
+     CASE_TO_F32 | CASE_IN_PLACE | CASE_BENCH,
+     184,
+     LOSS_F32},
+
+    {"adamw", {1, 1}, DTYPE_F32, 0, 190, ADAM},
+    {"adamw", {511, 1}, DTYPE_F32, CASE_FROZEN, 191, ADAM},
+    {"adamw", {513, 2}, DTYPE_BF16, 0, 192, ADAM},
+    {"adamw", {1031, 100000}, DTYPE_BF16, 0, 193, ADAM},
+    {"adamw", {331776, 10}, DTYPE_BF16, 0, 194, ADAM},
+
+    {"sum_squares", {1}, DTYPE_F32, 0, 200, SQUARES},
+    {"sum_squares", {1031}, DTYPE_F32, 0, 201, SQUARES},
+    {"sum_squares", {524289}, DTYPE_F32, 0, 202, SQUARES},
+    {"sum_squares", {1000003}, DTYPE_F32, 0, 203, SQUARES},
+
+    {"convert", {1}, DTYPE_F32, 0, 210, ROUND_BF16},
+    {"convert", {513}, DTYPE_BF16, CASE_TO_F32, 211, EXACT},
+    {"convert", {331777}, DTYPE_F32, 0, 212, ROUND_BF16},
+};
+const int kernel_case_count = sizeof(kernel_cases) / sizeof(kernel_cases[0]);
+
+void kernel_case_name(const struct kernel_case *c, char name[CASE_NAME])
+{
+    static const char *const flags[] = {
+        "transpose_a", "transpose_b", "beta_one", "beta_d", "to_fp32", "strided",
+        "in_place",    "add",         "frozen",   "offset", "no_norm", "causal",
+        "window",      "normal",      "uniform",  "blank",  "scaled",  "no_teacher",
+        "no_gradient", "excluded",    "bench",
+    };
+    int dimensions = 6, at;
+    while (dimensions > 1 && c->shape[dimensions - 1] == 0)
+        dimensions--;
+    at = snprintf(name, CASE_NAME, "%s/%lld", c->op, (long long)c->shape[0]);
+    for (int i = 1; i < dimensions; i++)
+        at += snprintf(name + at, (size_t)(CASE_NAME - at), "x%lld", (long long)c->shape[i]);
+    at += snprintf(name + at, (size_t)(CASE_NAME - at), "/%s", dtype_name(c->type));
+    for (size_t i = 0; i < sizeof(flags) / sizeof(flags[0]); i++)
+        if (c->flags & 1u << i)
+            at += snprintf(name + at, (size_t)(CASE_NAME - at), "/%s", flags[i]);
+}
+
+static const struct kernel_op *op_of(const struct kernel_case *c)
+{
+    const struct kernel_op *op = kernel_op_find(c->op);
+    BUG_UNLESS(op != NULL);
+    return op;
+}
+
+void kernel_case_build(const struct kernel_case *c, struct kernel_run *run)
+{
+    kernel_run_init(run, c->seed);
+    op_of(c)->build(c, run);
+}
+
+void kernel_case_expect(const struct kernel_case *c, struct kernel_run *run)
+{
+    op_of(c)->expect(c, run);
+}
+
+void kernel_case_call(const struct kernel_case *c, struct kernel_run *run)
+{
+    op_of(c)->call(c, run);
+}
+
+double kernel_case_flops(const struct kernel_case *c)
+{
+    return op_of(c)->flops(c);
+}

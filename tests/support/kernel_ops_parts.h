@@ -1,0 +1,20 @@
+// The parts of attention and of the loss for the table in kernel_ops.c.
+#ifndef TESTS_SUPPORT_KERNEL_OPS_PARTS_H
+#define TESTS_SUPPORT_KERNEL_OPS_PARTS_H
+
+#include "tests/kernel_cases.h"
+
+void attention_build(const struct kernel_case *c, struct kernel_run *run);
+void attention_expect(const struct kernel_case *c, struct kernel_run *run);
+void attention_call(const struct kernel_case *c, struct kernel_run *run);
+double attention_flops(const struct kernel_case *c);
+void attention_backward_build(const struct kernel_case *c, struct kernel_run *run);
+void attention_backward_expect(const struct kernel_case *c, struct kernel_run *run);
+void attention_backward_call(const struct kernel_case *c, struct kernel_run *run);
+double attention_backward_flops(const struct kernel_case *c);
+
+void loss_build(const struct kernel_case *c, struct kernel_run *run);
+void loss_expect(const struct kernel_case *c, struct kernel_run *run);
+void loss_call(const struct kernel_case *c, struct kernel_run *run);
+
+#endif

@@ -1,0 +1,163 @@
+// Every row of the table of kernel cases on one backend, named on the command line: cpu or cuda. A
+// second argument is a part of names: only those cases run.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "tests/kernel_cases.h"
+
+enum { SKIPPED = 77, THREADS = 2 };
+
+struct test_case {
+    const struct backend *backend;
+    const struct kernel_case *c;
+    char name[CASE_NAME];
+};
+
+static struct stream *open_stream(const struct backend *backend, int threads)
+{
+    return backend->stream_open(threads, backend->stream_workspace_bytes(threads));
+}
+
+static void runs_as_expected(void **state)
+{
+    const struct test_case *test = *state;
+    struct stream *stream = open_stream(test->backend, THREADS);
+    struct kernel_run run;
+    kernel_case_build(test->c, &run);
+    kernel_case_expect(test->c, &run);
+    kernel_run_send(&run, test->backend, stream);
+    kernel_case_call(test->c, &run);
+    bool ok = kernel_run_check(&run, test->name, test->c->seed, test->c->bounds);
+    kernel_run_free_device(&run);
+    kernel_run_release(&run);
+    test->backend->stream_close(stream);
+    assert_true(ok);
+}
+
+static uint64_t digest_with(const struct test_case *test, struct kernel_run *run, int threads)
+{
+    struct stream *stream = open_stream(test->backend, threads);
+    kernel_run_send(run, test->backend, stream);
+    kernel_case_call(test->c, run);
+    uint64_t digest = kernel_run_digest(run);
+    kernel_run_free_device(run);
+    test->backend->stream_close(stream);
+    return digest;
+}
+
+// The same bits again, and on the CPU with any number of threads.
+static void repeats_bitwise(void **state)
+{
+    const struct test_case *test = *state;
+    struct kernel_run run;
+    kernel_case_build(test->c, &run);
+    uint64_t digest = digest_with(test, &run, THREADS);
+    assert_true(digest == digest_with(test, &run, THREADS));
+    assert_true(digest == digest_with(test, &run, 1));
+    assert_true(digest == digest_with(test, &run, 3));
+    kernel_run_release(&run);
+}
+
+static void every_kernel_has_a_case(void **state)
+{
+    (void)state;
+    static const char *const names[] = {
+#define KERNEL_NAME(op) #op,
+        KERNEL_LIST(KERNEL_NAME)
+#undef KERNEL_NAME
+    };
+    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
+        bool fp32 = false, found = false;
+        for (int c = 0; c < kernel_case_count; c++)
+            if (strcmp(kernel_cases[c].op, names[i]) == 0) {
+                found = true;
+                fp32 = fp32 || kernel_cases[c].type == DTYPE_F32;
+            }
+        if (!found || !fp32)
+            print_error("%s has no row with fp32 in tests/kernel_cases.c\n", names[i]);
+        assert_true(found && fp32);
+    }
+}
+
+static void no_entry_is_missing(void **state)
+{
+    const struct test_case *test = *state;
+#define KERNEL_SET(op) assert_true(test->backend->kernels->op != NULL);
+    KERNEL_LIST(KERNEL_SET)
+#undef KERNEL_SET
+}
+
+// A row is named by its numbers, so two rows that say the same would hide each other.
+static void names_and_seeds_differ(void **state)
+{
+    (void)state;
+    for (int a = 0; a < kernel_case_count; a++)
+        for (int b = 0; b < a; b++) {
+            char name_a[CASE_NAME], name_b[CASE_NAME];
+            kernel_case_name(&kernel_cases[a], name_a);
+            kernel_case_name(&kernel_cases[b], name_b);
+            assert_string_not_equal(name_a, name_b);
+            assert_true(kernel_cases[a].seed != kernel_cases[b].seed);
+        }
+}
+
+// NULL when it can not be used here; then the exit status to end with is set.
+static const struct backend *backend_named(const char *name, int *status)
+{
+    if (strcmp(name, "cpu") == 0)
+        return backend_cpu();
+    struct error why = {{0}};
+    const struct backend *backend = strcmp(name, "cuda") == 0 ? backend_cuda(&why) : NULL;
+    const char *required = getenv("REQUIRE_CUDA");
+    *status = strcmp(name, "cuda") != 0 || (required != NULL && strcmp(required, "1") == 0)
+                  ? EXIT_FAILURE
+                  : SKIPPED;
+    if (backend == NULL)
+        fprintf(stderr, "kernels on %s: %s: %s\n", name,
+                *status == SKIPPED ? "skipped" : "not possible", why.text);
+    return backend;
+}
+
+int main(int argc, char **argv)
+{
+    int status = EXIT_FAILURE;
+    const struct backend *backend = backend_named(argc > 1 ? argv[1] : "cpu", &status);
+    if (backend == NULL)
+        return status;
+    size_t most = 2 * (size_t)kernel_case_count + 3, count = 0;
+    struct test_case *cases = calloc(most, sizeof(*cases));
+    struct CMUnitTest *tests = calloc(most, sizeof(*tests));
+    for (int i = 0; i < kernel_case_count; i++) {
+        if (kernel_cases[i].flags & CASE_BENCH)
+            continue;
+        struct test_case *test = &cases[count];
+        *test = (struct test_case){.backend = backend, .c = &kernel_cases[i]};
+        kernel_case_name(test->c, test->name);
+        if (argc > 2 && strstr(test->name, argv[2]) == NULL)
+            continue;
+        tests[count++] = (struct CMUnitTest){test->name, runs_as_expected, NULL, NULL, test};
+        cases[count] = *test;
+        strncat(cases[count].name, "/repeats", CASE_NAME - strlen(test->name) - 1);
+        tests[count] =
+            (struct CMUnitTest){cases[count].name, repeats_bitwise, NULL, NULL, &cases[count]};
+        count++;
+    }
+    cases[count] = (struct test_case){.backend = backend};
+    struct CMUnitTest general[] = {
+        {"every_kernel_has_a_case", every_kernel_has_a_case, NULL, NULL, &cases[count]},
+        {"no_entry_is_missing", no_entry_is_missing, NULL, NULL, &cases[count]},
+        {"names_and_seeds_differ", names_and_seeds_differ, NULL, NULL, &cases[count]},
+    };
+    memcpy(tests + count, general, sizeof(general));
+    count += sizeof(general) / sizeof(general[0]);
+    int failed = _cmocka_run_group_tests(backend->name, tests, count, NULL, NULL);
+    free(tests);
+    free(cases);
+    return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}
