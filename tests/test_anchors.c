@@ -291,23 +291,21 @@ static void test_definitions(void **state)
 
 // ---- drawing ----------------------------------------------------------------------------------------
 
+static uint64_t naive_key(const struct random_case *c, uint64_t seed, int64_t t)
+{
+    uint64_t id = c->row.doc_ids[naive_document(c, t)];
+    return rng_u64(rng_key_make(seed, c->row.epoch, id, RNG_ANCHOR), (uint64_t)c->row.positions[t]);
+}
+
 // How many candidates of the same budget have a smaller key: by definition those below max_anchors win.
 static int64_t naive_rank(const struct random_case *c, const struct block_layout *layout,
                           const struct anchors_config *config, uint64_t seed, int64_t a)
 {
     int64_t smaller = 0;
-    uint64_t keys[2];
     for (int64_t t = 0; t < c->row.tokens; t++) {
-        int64_t places[2] = {t, a};
-        if (!naive_valid(c, layout, t) ||
-            (config->per == ANCHORS_PER_DOCUMENT && naive_document(c, t) != naive_document(c, a)))
-            continue;
-        for (int i = 0; i < 2; i++) {
-            uint64_t id = c->row.doc_ids[naive_document(c, places[i])];
-            keys[i] = rng_u64(rng_key_make(seed, c->row.epoch, id, RNG_ANCHOR),
-                              (uint64_t)c->row.positions[places[i]]);
-        }
-        smaller += keys[0] < keys[1];
+        if (naive_valid(c, layout, t) &&
+            (config->per == ANCHORS_PER_ROW || naive_document(c, t) == naive_document(c, a)))
+            smaller += naive_key(c, seed, t) < naive_key(c, seed, a);
     }
     return smaller;
 }

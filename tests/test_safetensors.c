@@ -132,8 +132,7 @@ static void test_round_trip(void **state)
     for (size_t i = 0; i < sizeof(wanted) / sizeof(*wanted); i++) {
         const struct safetensors_entry *entry = safetensors_get(
             &file, wanted[i].name, wanted[i].dtype, wanted[i].dims, wanted[i].shape, &err);
-        if (entry == NULL)
-            fail_msg("%s", err.text);
+        assert_non_null(entry);
         assert_int_equal(entry->size, wanted[i].size);
         assert_int_equal(memcmp(entry->bytes, wanted[i].bytes, wanted[i].size), 0);
     }
