@@ -16,7 +16,7 @@
 enum {
     // libhdf5 walks all chunks before the one asked for, so a table costs the square of their number.
     CHUNKS_MAX = 16384,
-    PIECE_BYTES = 65536,
+    PIECE_BYTES = 16384,
     FILTERS_MAX = 32,
     FILTER_NAME_MAX = 32
 };
@@ -469,7 +469,7 @@ int hdf5_array_read_integers(const struct hdf5_array *array, const struct hdf5_f
     size_t stored = array->element_size;
     if (stored == size && !array->big_endian && (size == 8 || array->is_signed == is_signed))
         return hdf5_array_read(array, file, first, count, rows, err);
-    unsigned char piece[PIECE_BYTES];
+    unsigned char piece[PIECE_BYTES] = {0};
     unsigned char *out = rows;
     while (count > 0) {
         int64_t part =
