@@ -76,6 +76,7 @@ void arena_place(struct arena *arena, void *base, size_t size)
         BUG("arena of %zu bytes placed on %zu", arena->bytes, size);
     arena->base = base;
     arena->size = size;
+    arena->capacity = arena->count; // what may be taken
     arena->count = 0;
     arena->bytes = 0;
 }
@@ -86,6 +87,8 @@ void *arena_take(struct arena *arena, const char *group, const char *name, enum 
     size_t bytes = (size_t)d0 * (size_t)d1 * (size_t)d2 * dtype_size(dtype);
     bytes = (bytes + ARENA_ALIGNMENT - 1) / ARENA_ALIGNMENT * ARENA_ALIGNMENT;
     if (arena->base != NULL) {
+        if (arena->count == arena->capacity)
+            BUG("arena: %s asked for, which was not planned", name);
         struct arena_entry *planned = &arena->entries[arena->count];
         if (strcmp(planned->name, name) != 0 || planned->bytes != bytes)
             BUG("arena: %s asked for where %s was planned", name, planned->name);

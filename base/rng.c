@@ -47,10 +47,10 @@ uint64_t rng_u64(struct rng_key key, uint64_t counter)
     return (uint64_t)out[1] << 32 | out[0];
 }
 
-// 24 bits centred in their cells: exact in fp32 and never 0 or 1.
+// 23 bits centred in their cells: exact in fp32 (24 bits and a half would round up to 1).
 static float unit_interval(uint32_t bits)
 {
-    return ((float)(bits >> 8) + 0.5f) * 0x1p-24f;
+    return ((float)(bits >> 9) + 0.5f) * 0x1p-23f;
 }
 
 float rng_uniform(struct rng_key key, uint64_t counter)

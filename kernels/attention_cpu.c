@@ -289,13 +289,13 @@ static void add_dq(const struct queries *q, const struct tile *tile)
              q->buf->out, d);
 }
 
-// buf->dk [tile, D] += dscores^T Q, buf->dv += P^T dout
-static void add_dk_dv(const struct queries *q, const struct tile *tile)
+// dk [tile, D] += dscores^T Q, dv += P^T dout
+static void add_dk_dv(const struct queries *q, const struct tile *tile, float *dk, float *dv)
 {
     struct buffers *buf = q->buf;
     int64_t d = q->op->head_dim, n = tile->count;
-    multiply(n, d, q->rows, 1.0f, buf->dscores, n, true, buf->q, d, false, 1.0f, buf->dk, d);
-    multiply(n, d, q->rows, 1.0f, buf->scores, n, true, buf->dout, d, false, 1.0f, buf->dv, d);
+    multiply(n, d, q->rows, 1.0f, buf->dscores, n, true, buf->q, d, false, 1.0f, dk, d);
+    multiply(n, d, q->rows, 1.0f, buf->scores, n, true, buf->dout, d, false, 1.0f, dv, d);
 }
 
 static void backward_tile(const struct queries *q, const struct tile *tile)
@@ -303,7 +303,7 @@ static void backward_tile(const struct queries *q, const struct tile *tile)
     tile_gradients(q, tile);
     add_dq(q, tile);
     if (tile->own_block)
-        add_dk_dv(q, tile);
+        add_dk_dv(q, tile, q->buf->dk, q->buf->dv);
 }
 
 static void load_backward(const struct queries *q)
@@ -369,10 +369,10 @@ static void backward_context(const struct attention *op, struct buffers *buf, in
             continue;
         for (int64_t head = 0; head < group_of(op); head += heads_at_once(op)) {
             struct queries q = queries_make(op, buf, block, kv_head, head);
-            struct tile tile = tile_make(&q, false, first, count);
+            struct tile tile = tile_make(&q, false, begin, end - begin);
             load_backward(&q);
             tile_gradients(&q, &tile);
-            add_dk_dv(&q, &tile);
+            add_dk_dv(&q, &tile, buf->dk + (begin - first) * d, buf->dv + (begin - first) * d);
         }
     }
     for (int64_t i = 0; i < count; i++) {

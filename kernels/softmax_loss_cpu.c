@@ -246,9 +246,15 @@ struct row {
     struct gradient gradient;
 };
 
+// 1 - tv where it divides or goes into a logarithm: never 0, and NaN stays NaN.
+static double overlap_at_least(double overlap)
+{
+    return overlap < (double)FLT_MIN ? (double)FLT_MIN : overlap;
+}
+
 static double nla_of(double tv, double overlap)
 {
-    return tv < 0.5 ? -log1p(-tv) : -log(fmax(overlap, (double)FLT_MIN));
+    return tv < 0.5 ? -log1p(-tv) : -log(overlap_at_least(overlap));
 }
 
 static void row_terms(struct row *row)
@@ -280,7 +286,7 @@ static void row_gradient(struct row *row)
     struct gradient *g = &row->gradient;
     double tv = 0.5 * sums->distance;
     double lambda = exp(-(double)row->op->lk_eta * (1.0 - tv));
-    double nla = (double)w[LOSS_NLA] / fmax(sums->overlap, (double)FLT_MIN);
+    double nla = (double)w[LOSS_NLA] / overlap_at_least(sums->overlap);
     *g = (struct gradient){
         .kl = (float)((double)w[LOSS_KL] + (double)w[LOSS_LK] * lambda),
         .reverse_kl = w[LOSS_REVERSE_KL],
