@@ -255,13 +255,13 @@ static void floats_of_any_width(void **state)
 static void a_user_block_shifts_nothing(void **state)
 {
     struct place *place = *state;
+    if (system("command -v h5jam > /dev/null") != 0)
+        skip(); // the package hdf5-tools
     char *other = fixture_path(place->folder, "b.h5");
     struct edit_form chunked = {.layout = EDIT_CHUNKED, .chunk = {7, PLANES, HIDDEN}};
     char *command = memory_format("head -c 512 /dev/zero | tr '\\0' x > %s.block && "
                                   "h5jam -i %s -u %s.block -o %s",
                                   other, place->path, other, other);
-    if (system("command -v h5jam > /dev/null") != 0)
-        skip();
     assert_int_equal(system(command), 0);
     assert_holds(other, &place->fixture);
     edit_rewrite_dataset(other, "hidden_states", &chunked);
