@@ -334,6 +334,7 @@ static void a_folder_that_is_not_there_has_none(void **state)
     struct error err = {""};
     assert_int_equal(checkpoint_find_latest(nowhere, &path, &err), 0);
     assert_null(path);
+    assert_int_equal(checkpoint_prune(nowhere, 1, 0, &err), 0);
     free(nowhere);
 }
 

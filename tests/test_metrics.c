@@ -210,17 +210,17 @@ static void recorded_steps_give_the_recorded_numbers(void **state)
 {
     (void)state;
     const char *folder = DTRAIN_SOURCE_DIR "/tests/golden";
-    DIR *directory = opendir(folder);
-    assert_non_null(directory);
-    int compared = 0;
-    for (struct dirent *entry; (entry = readdir(directory)) != NULL;) {
-        if (strstr(entry->d_name, ".safetensors") == NULL)
-            continue;
-        char *path = memory_format("%s/%s", folder, entry->d_name);
-        compared += check_recorded(path);
-        free(path);
+    struct dirent **found = NULL;
+    int files = scandir(folder, &found, NULL, alphasort), compared = 0;
+    for (int i = 0; i < files; i++) {
+        if (strstr(found[i]->d_name, ".safetensors") != NULL) {
+            char *path = memory_format("%s/%s", folder, found[i]->d_name);
+            compared += check_recorded(path);
+            free(path);
+        }
+        free(found[i]);
     }
-    closedir(directory);
+    free(found);
     assert_true(compared >= 5);
 }
 

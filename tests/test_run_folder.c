@@ -483,6 +483,7 @@ static int field(struct reader *reader, uint64_t *bits, struct reader *part)
 {
     uint64_t key = varint(reader);
     *bits = 0;
+    *part = (struct reader){reader->next, reader->next};
     switch (key & 7) {
     case 0:
         *bits = varint(reader);
@@ -517,7 +518,7 @@ struct event {
 static void copy_text(char *to, size_t size, const struct reader *part)
 {
     size_t n = (size_t)(part->end - part->next);
-    assert_true(n < size);
+    assert_true(n > 0 && n < size);
     memcpy(to, part->next, n);
     to[n] = '\0';
 }
@@ -525,7 +526,7 @@ static void copy_text(char *to, size_t size, const struct reader *part)
 static void parse_summary(struct event *event, struct reader summary)
 {
     uint64_t bits;
-    struct reader value, part;
+    struct reader value = {NULL, NULL}, part;
     assert_int_equal(field(&summary, &bits, &value), 1);
     assert_ptr_equal(summary.next, summary.end);
     while (value.next < value.end) {
@@ -544,7 +545,7 @@ static struct event parse_event(struct reader reader)
     struct event event = {0};
     while (reader.next < reader.end) {
         uint64_t bits;
-        struct reader part = {NULL, NULL};
+        struct reader part, inner;
         switch (field(&reader, &bits, &part)) {
         case 1:
             memcpy(&event.wall_time, &bits, sizeof(bits));
@@ -559,7 +560,7 @@ static struct event parse_event(struct reader reader)
             parse_summary(&event, part);
             break;
         case 7:
-            event.start = field(&part, &bits, &part) == 1 && bits == 1;
+            event.start = field(&part, &bits, &inner) == 1 && bits == 1;
             break;
         default:
             fail_msg("unknown field of an event");
@@ -578,14 +579,15 @@ static uint32_t masked(const unsigned char *bytes, size_t size)
 static int read_events(struct event *events, int room)
 {
     char *path = fixture_path(folder, "events"), name[512] = "";
-    DIR *directory = opendir(path);
-    assert_non_null(directory);
-    for (struct dirent *entry; (entry = readdir(directory)) != NULL;) {
-        if (strncmp(entry->d_name, "events.out.tfevents.", 20) == 0 &&
-            strcmp(entry->d_name, name) > 0)
-            snprintf(name, sizeof(name), "%s", entry->d_name);
+    struct dirent **found = NULL;
+    int files = scandir(path, &found, NULL, alphasort);
+    assert_true(files > 2); // "." and ".." too
+    for (int i = 0; i < files; i++) {
+        if (strncmp(found[i]->d_name, "events.out.tfevents.", 20) == 0)
+            snprintf(name, sizeof(name), "%s", found[i]->d_name);
+        free(found[i]);
     }
-    closedir(directory);
+    free(found);
     char *file = fixture_path(path, name);
     FILE *in = fopen(file, "rb");
     assert_non_null(in);
@@ -625,7 +627,7 @@ static void events_are_records_that_readers_accept(void **state)
     open_run(&run, 0, true);
     report_step(&run, 300);
     run_folder_close(&run);
-    struct event events[64];
+    struct event events[64] = {0};
     int count = read_events(events, 64);
     assert_string_equal(events[0].version, "brain.Event:2");
     assert_true(events[0].wall_time > 1.5e9);
@@ -648,7 +650,7 @@ static void a_resume_starts_a_file_that_forgets_later_steps(void **state)
     open_run(&run, 12, true);
     report_step(&run, 13);
     run_folder_close(&run);
-    struct event events[64];
+    struct event events[64] = {0};
     int count = read_events(events, 64);
     assert_true(events[1].start && events[1].step == 13);
     assert_int_equal(find_event(events, count, "train/loss")->step, 13);

@@ -52,7 +52,7 @@ struct entry {
 };
 
 struct listing {
-    struct entry *entries; // by name
+    struct entry *entries;
     size_t count;
 };
 
@@ -80,27 +80,23 @@ static struct entry classify(const char *directory, const char *name)
     return entry;
 }
 
-static int by_name(const void *a, const void *b)
-{
-    return strcmp(((const struct entry *)a)->name, ((const struct entry *)b)->name);
-}
-
-// A folder that is not there lists nothing.
+// In the order of names. A folder that is not there lists nothing.
 static int list(struct listing *listing, const char *directory, struct error *err)
 {
+    struct dirent **found = NULL;
+    int count = scandir(directory, &found, NULL, alphasort);
     *listing = (struct listing){0};
-    DIR *folder = opendir(directory);
-    if (folder == NULL && errno == ENOENT)
+    if (count < 0 && errno == ENOENT)
         return 0;
-    if (folder == NULL)
+    if (count < 0)
         return error_set(err, "%s: can not open: %s", directory, strerror(errno));
-    for (struct dirent *found; (found = readdir(folder)) != NULL;) {
-        listing->entries =
-            memory_resize(listing->entries, listing->count + 1, sizeof(*listing->entries));
-        listing->entries[listing->count++] = classify(directory, found->d_name);
+    listing->entries = memory_alloc((size_t)count, sizeof(*listing->entries));
+    listing->count = (size_t)count;
+    for (int i = 0; i < count; i++) {
+        listing->entries[i] = classify(directory, found[i]->d_name);
+        free(found[i]);
     }
-    closedir(folder);
-    qsort(listing->entries, listing->count, sizeof(*listing->entries), by_name);
+    free(found);
     return 0;
 }
 
@@ -277,7 +273,8 @@ int checkpoint_prune(const char *directory, int64_t keep, int64_t best_step, str
     struct listing listing;
     if (list(&listing, directory, err) != 0)
         return -1;
-    qsort(listing.entries, listing.count, sizeof(*listing.entries), by_step_newest_first);
+    if (listing.count > 0)
+        qsort(listing.entries, listing.count, sizeof(*listing.entries), by_step_newest_first);
     int64_t kept = 0;
     int result = 0;
     for (size_t i = 0; i < listing.count && result == 0; i++) {

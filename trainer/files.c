@@ -141,18 +141,19 @@ int files_sync_folder(const char *path, struct error *err)
 
 int files_remove_folder(const char *path, struct error *err)
 {
-    DIR *folder = opendir(path);
-    if (folder == NULL)
+    struct dirent **found = NULL;
+    int count = scandir(path, &found, NULL, alphasort), result = 0;
+    if (count < 0)
         return error_set(err, "%s: can not open: %s", path, strerror(errno));
-    int result = 0;
-    for (struct dirent *entry; (entry = readdir(folder)) != NULL;) {
-        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0)
-            continue;
-        if (unlinkat(dirfd(folder), entry->d_name, 0) != 0)
-            result =
-                error_set(err, "%s/%s: can not delete: %s", path, entry->d_name, strerror(errno));
+    for (int i = 0; i < count; i++) {
+        const char *name = found[i]->d_name;
+        char *file = memory_format("%s/%s", path, name);
+        if (strcmp(name, ".") != 0 && strcmp(name, "..") != 0 && unlink(file) != 0)
+            result = error_set(err, "%s: can not delete: %s", file, strerror(errno));
+        free(file);
+        free(found[i]);
     }
-    closedir(folder);
+    free(found);
     if (result == 0 && rmdir(path) != 0)
         result = error_set(err, "%s: can not delete: %s", path, strerror(errno));
     return result;
