@@ -163,7 +163,7 @@ struct random_case {
 
 static void random_case_open(struct random_case *c, struct rng_key key, uint64_t *counter)
 {
-    c->documents = 1 + random_below(key, counter, 6);
+    *c = (struct random_case){.documents = 1 + random_below(key, counter, 6)};
     for (int64_t d = 0; d < c->documents; d++)
         c->lengths[d] = (int32_t)(1 + random_below(key, counter, 30));
     test_row_open(&c->row, c->lengths, c->documents, 1, 1);

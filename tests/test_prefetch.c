@@ -32,7 +32,7 @@ struct made_source {
     struct shard shard;      // only its path
     uint64_t seed;           // of the packings
     int32_t bad, unreadable; // documents; -1: none
-    int32_t stuck;           // document whose reading waits for `released`
+    int32_t stuck; // document whose reading waits for `released`, or for the unreadable one
     atomic_int released;
     unsigned sleep_us; // longest pause in a read
     atomic_ullong reads;
@@ -63,8 +63,10 @@ static int read_made(struct source *source, const struct document *document, int
         usleep((useconds_t)(rng_mix(made->seed, read) % made->sleep_us));
     while (document->index == made->stuck && atomic_load(&made->released) == 0)
         usleep(1000);
-    if (document->index == made->unreadable)
+    if (document->index == made->unreadable) {
+        atomic_store(&made->released, 1);
         return error_set(err, "made.h5: document %d: can not read", (int)document->index);
+    }
     for (int64_t t = 0; t < document->length; t++) {
         ids[t] = made_id(document, t);
         mask[t] = made_mask(document, t);
@@ -322,6 +324,27 @@ static void test_unreadable_fails_always(void **state)
     made_close(&made);
 }
 
+// Two faults in one row: the first in the row is told, although the second is met before it.
+static void test_first_fault_of_a_row(void **state)
+{
+    (void)state;
+    struct made_source made;
+    made_open(&made, 2, SEQ_LEN / 2);
+    struct packing packing;
+    packing_make(&packing, &made.documents, SEQ_LEN, made.seed, 0, true);
+    assert_int_equal(packing.rows, 1);
+    made.bad = made.stuck = packing.document[0];
+    made.unreadable = packing.document[1];
+    packing_release(&packing);
+    struct prefetch_options options = options_of(1, 2);
+    struct prefetch *prefetch = open_made(&made, &options, 0, 0, 1);
+    char *says = memory_format("made.h5: document %d: NaN", (int)made.bad);
+    expect_failure_at(prefetch, 0, says);
+    free(says);
+    prefetch_close(prefetch);
+    made_close(&made);
+}
+
 static void test_stall_is_an_error(void **state)
 {
     (void)state;
@@ -552,6 +575,7 @@ int main(void)
         cmocka_unit_test(test_bad_document_fails),
         cmocka_unit_test(test_bad_document_is_skipped),
         cmocka_unit_test(test_unreadable_fails_always),
+        cmocka_unit_test(test_first_fault_of_a_row),
         cmocka_unit_test(test_stall_is_an_error),
         cmocka_unit_test(test_close_at_any_moment),
         cmocka_unit_test(test_memory_stays_flat),
