@@ -71,7 +71,7 @@ class Generation:
         device = self.target.device
         if len(stay) < len(self.running):
             rows = torch.tensor(stay, device=device)
-            self.cache.batch_select_indices(rows)
+            self.cache.reorder_cache(rows)  # also known to layers with recurrent states
             self.mask, positions = self.mask[rows], positions[rows]
             self.running = [self.running[row] for row in stay]
         self.tokens = torch.tensor([[nexts[row]] for row in stay], device=device)

@@ -7,6 +7,7 @@ not write files other than the target directory.
 
 import contextlib
 import hashlib
+import json
 import os
 
 import torch
@@ -59,6 +60,7 @@ class Target:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype, **extra)
         self.model.to(self.device).eval().requires_grad_(False)
         self.config = self.model.config.get_text_config()
+        self.config_path = None if gguf else os.path.join(folder, "config.json")
         self.generation = self._generation_config(folder)
         self._find_parts(model or gguf)
 
@@ -152,11 +154,18 @@ class Target:
         if getattr(self.head, "bias", None) is not None:
             tensors["lm_head.bias"] = self.head.bias
         kind = torch.bfloat16 if self.stored_dtype == torch.bfloat16 else torch.float32
-        own = os.path.join(folder, "config.json.tmp")
+        tensors = {name: stored_tensor(tensor, kind) for name, tensor in tensors.items()}
+        if self.config_path:
+            write_head(folder, self.config_path, tensors)
+            return
+        own = os.path.join(folder, "config.json.tmp")  # a GGUF file has none: written from what was loaded
         config = self.model.config.to_dict()
-        config.pop("quantization_config", None)  # the weights that were loaded are not quantised any more
-        type(self.model.config)(**config).to_json_file(own, use_diff=False)
-        write_head(folder, own, {name: stored_tensor(tensor, kind) for name, tensor in tensors.items()})
+        for name in ("quantization_config", "_name_or_path"):  # the weights are not quantised any more
+            config.pop(name, None)
+        config["architectures"] = [type(self.model).__name__]
+        with open(own, "w", encoding="utf-8") as file:
+            json.dump(config, file, indent=2)
+        write_head(folder, own, tensors)
         os.remove(own)
 
 
