@@ -51,7 +51,8 @@ static uint64_t digest_with(const struct test_case *test, struct kernel_run *run
     return digest;
 }
 
-// The same bits again, and on the CPU with any number of threads.
+// The same bits again, and on the CPU with any number of threads: but for gemm, whose tiles, and with
+// them the library's order of additions, follow the number of threads (which a run freezes).
 static void repeats_bitwise(void **state)
 {
     const struct test_case *test = *state;
@@ -59,8 +60,10 @@ static void repeats_bitwise(void **state)
     kernel_case_build(test->c, &run);
     uint64_t digest = digest_with(test, &run, THREADS);
     assert_true(digest == digest_with(test, &run, THREADS));
-    assert_true(digest == digest_with(test, &run, 1));
-    assert_true(digest == digest_with(test, &run, 3));
+    if (strcmp(test->c->op, "gemm") != 0) {
+        assert_true(digest == digest_with(test, &run, 1));
+        assert_true(digest == digest_with(test, &run, 3));
+    }
     kernel_run_release(&run);
 }
 
