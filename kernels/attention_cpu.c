@@ -165,12 +165,6 @@ static void tile_scores(const struct queries *q, const struct tile *tile)
     }
 }
 
-static KERNEL_CLONES void subtract(float *x, float value, int64_t n)
-{
-    for (int64_t i = 0; i < n; i++)
-        x[i] -= value;
-}
-
 static KERNEL_CLONES void scale(float *x, float factor, int64_t n)
 {
     for (int64_t i = 0; i < n; i++)
@@ -189,8 +183,7 @@ static void forward_tile(const struct queries *q, const struct tile *tile)
         float max = piece_max(row, n), correction;
         max = max > buf->max[m] ? max : buf->max[m];
         correction = expf(buf->max[m] - max);
-        subtract(row, max, n);
-        piece_exp(row, row, n);
+        piece_exp(row, row, max, 1.0f, n);
         buf->sum[m] = buf->sum[m] * correction + piece_sum(row, n);
         buf->max[m] = max;
         if (correction != 1.0f)
@@ -275,8 +268,7 @@ static void tile_gradients(const struct queries *q, const struct tile *tile)
              buf->dscores, n);
     for (int64_t m = 0; m < q->rows; m++) {
         float *p = buf->scores + m * n, *ds = buf->dscores + m * n;
-        subtract(p, buf->lse[m], n);
-        piece_exp(p, p, n);
+        piece_exp(p, p, buf->lse[m], 1.0f, n);
         for (int64_t i = 0; i < n; i++)
             ds[i] = p[i] * (ds[i] - buf->delta[m]) * q->op->scale;
     }

@@ -36,13 +36,24 @@ enum { PIECE = 512 }; // elements of a row at a time
 void piece_load(float *to, const void *row, enum dtype type, int64_t first, int64_t n);
 void piece_store(void *row, const float *from, enum dtype type, int64_t first, int64_t n);
 
+// Sums run in this many lanes, which are then added pairwise.
+enum { PIECE_LANES = 32 };
+
+static inline float lanes_sum(float *lane)
+{
+    for (int half = PIECE_LANES / 2; half > 0; half /= 2)
+        for (int l = 0; l < half; l++)
+            lane[l] += lane[l + half];
+    return lane[0];
+}
+
 // Sums of at most a few PIECEs; longer rows add these up in fp64.
 float piece_sum(const float *x, int64_t n);
 float piece_dot(const float *x, const float *y, int64_t n);
 // Largest element, NaN left out; -inf when there is none.
 float piece_max(const float *x, int64_t n);
-// y = exp(x), within 2 ulp; 0 below -86.9. y may be x.
-void piece_exp(float *y, const float *x, int64_t n);
+// y = exp(x - shift) * factor, exp within 2 ulp and 0 below -86.9. y may be x.
+void piece_exp(float *y, const float *x, float shift, float factor, int64_t n);
 
 // Pointer to row `row` of a matrix whose rows are `stride` elements apart.
 static inline const void *row_at(const void *base, enum dtype type, int64_t row, int64_t stride)

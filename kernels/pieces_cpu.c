@@ -6,8 +6,6 @@
 #include "base/log.h"
 #include "kernels/cpu_internal.h"
 
-enum { LANES = 32 };
-
 static KERNEL_CLONES void from_bf16(float *to, const bf16 *from, int64_t n)
 {
     for (int64_t i = 0; i < n; i++)
@@ -36,21 +34,12 @@ void piece_store(void *row, const float *from, enum dtype type, int64_t first, i
         to_bf16((bf16 *)row + first, from, n);
 }
 
-// Adds the lanes pairwise.
-static float lanes_sum(float *lane)
-{
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int l = 0; l < half; l++)
-            lane[l] += lane[l + half];
-    return lane[0];
-}
-
 KERNEL_CLONES float piece_sum(const float *x, int64_t n)
 {
-    float lane[LANES] = {0};
+    float lane[PIECE_LANES] = {0};
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int l = 0; l < LANES; l++)
+    for (; i + PIECE_LANES <= n; i += PIECE_LANES)
+        for (int l = 0; l < PIECE_LANES; l++)
             lane[l] += x[i + l];
     for (int l = 0; i + l < n; l++)
         lane[l] += x[i + l];
@@ -59,10 +48,10 @@ KERNEL_CLONES float piece_sum(const float *x, int64_t n)
 
 KERNEL_CLONES float piece_dot(const float *x, const float *y, int64_t n)
 {
-    float lane[LANES] = {0};
+    float lane[PIECE_LANES] = {0};
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int l = 0; l < LANES; l++)
+    for (; i + PIECE_LANES <= n; i += PIECE_LANES)
+        for (int l = 0; l < PIECE_LANES; l++)
             lane[l] += x[i + l] * y[i + l];
     for (int l = 0; i + l < n; l++)
         lane[l] += x[i + l] * y[i + l];
@@ -71,16 +60,16 @@ KERNEL_CLONES float piece_dot(const float *x, const float *y, int64_t n)
 
 KERNEL_CLONES float piece_max(const float *x, int64_t n)
 {
-    float lane[LANES], result = -INFINITY;
-    for (int l = 0; l < LANES; l++)
+    float lane[PIECE_LANES], result = -INFINITY;
+    for (int l = 0; l < PIECE_LANES; l++)
         lane[l] = -INFINITY;
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int l = 0; l < LANES; l++)
+    for (; i + PIECE_LANES <= n; i += PIECE_LANES)
+        for (int l = 0; l < PIECE_LANES; l++)
             lane[l] = x[i + l] > lane[l] ? x[i + l] : lane[l];
     for (; i < n; i++)
         result = x[i] > result ? x[i] : result;
-    for (int l = 0; l < LANES; l++)
+    for (int l = 0; l < PIECE_LANES; l++)
         result = lane[l] > result ? lane[l] : result;
     return result;
 }
@@ -112,18 +101,18 @@ static inline __attribute__((always_inline)) float exp_one(float x)
     return x > 88.7228394f ? INFINITY : result;
 }
 
-KERNEL_CLONES void piece_exp(float *y, const float *x, int64_t n)
+KERNEL_CLONES void piece_exp(float *y, const float *x, float shift, float factor, int64_t n)
 {
     for (int64_t i = 0; i < n; i++)
-        y[i] = exp_one(x[i]);
+        y[i] = exp_one(x[i] - shift) * factor;
 }
 
 KERNEL_CLONES void row_parts_add(const struct row_parts *parts, float *sum, const float *partial,
                                  int64_t width)
 {
-    for (int64_t i = 0; i < width; i += LANES) {
-        int64_t n = min_i64(LANES, width - i);
-        double total[LANES] = {0};
+    for (int64_t i = 0; i < width; i += PIECE_LANES) {
+        int64_t n = min_i64(PIECE_LANES, width - i);
+        double total[PIECE_LANES] = {0};
         for (int64_t part = 0; part < parts->count; part++)
             for (int64_t l = 0; l < n; l++)
                 total[l] += (double)partial[part * width + i + l];

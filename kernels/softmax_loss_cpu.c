@@ -1,6 +1,7 @@
-// Owns the loss over the vocabulary on the CPU: per row one pass for the softmax statistics, one for
-// the terms' sums, one for the gradient. Each pass goes through the row in pieces held in fp32; sums
-// of pieces are added in fp64. A row's result depends on that row alone.
+// Owns the loss over the vocabulary on the CPU: per row one pass for the softmax statistics, then one
+// for the sums that the terms are made of and the gradient, or two where the gradient needs the sums.
+// Each pass goes through the row in pieces held in fp32; sums of pieces are added in fp64. A row's
+// result depends on that row alone.
 //
 // Probabilities come from logits minus the row's maximum, so adding a constant to all logits changes
 // nothing, and log p - log q is the difference of those shifted logits plus one constant of the row:
@@ -29,10 +30,14 @@ static int32_t first_equal(const float *x, float value, int64_t n)
     return 0;
 }
 
-static KERNEL_CLONES void subtract(float *x, float value, int64_t n)
+// A piece of logits as fp32: where they lie, or converted into the buffer.
+static const float *logits_piece(float *buffer, const void *logits, enum dtype type, int64_t first,
+                                 int64_t n)
 {
-    for (int64_t i = 0; i < n; i++)
-        x[i] -= value;
+    if (type == DTYPE_F32)
+        return (const float *)logits + first;
+    piece_load(buffer, logits, type, first, n);
+    return buffer;
 }
 
 // A row of -inf alone, or with NaN or +inf in it, has a NaN sum and so NaN results.
@@ -41,9 +46,9 @@ static struct softmax softmax_of(const void *logits, enum dtype type, int64_t vo
     struct softmax row = {.logits = logits, .max = -INFINITY};
     double sum = 0.0;
     for (int64_t first = 0; first < vocab; first += PIECE) {
-        float x[PIECE];
+        float buffer[PIECE], e[PIECE];
         int64_t n = min_i64(PIECE, vocab - first);
-        piece_load(x, logits, type, first, n);
+        const float *x = logits_piece(buffer, logits, type, first, n);
         float largest = piece_max(x, n);
         if (largest > row.max) {
             sum *= exp((double)row.max - (double)largest);
@@ -51,9 +56,8 @@ static struct softmax softmax_of(const void *logits, enum dtype type, int64_t vo
             row.argmax = (int32_t)first + first_equal(x, largest, n);
         }
         // While nothing finite was seen any reference will do: exp(-inf) is 0, NaN stays NaN.
-        subtract(x, row.max == -INFINITY ? 0.0f : row.max, n);
-        piece_exp(x, x, n);
-        sum += (double)piece_sum(x, n);
+        piece_exp(e, x, row.max == -INFINITY ? 0.0f : row.max, 1.0f, n);
+        sum += (double)piece_sum(e, n);
     }
     row.inverse_sum = row.max == -INFINITY ? NAN : (float)(1.0 / sum);
     row.log_sum = log(sum);
@@ -73,108 +77,6 @@ static double softmax_log_at(const struct softmax *row, enum dtype type, int64_t
     return (double)logit - (double)row->max - row->log_sum;
 }
 
-// A piece of both distributions; without a teacher p and d are unset.
-struct piece {
-    int64_t n;
-    float q[PIECE], p[PIECE];
-    float d[PIECE]; // log p - log q; NaN or infinite where p or q is 0
-};
-
-static KERNEL_CLONES void scale(float *x, float factor, int64_t n)
-{
-    for (int64_t i = 0; i < n; i++)
-        x[i] *= factor;
-}
-
-static KERNEL_CLONES void difference(float *d, const float *t, const float *z, float shift,
-                                     int64_t n)
-{
-    for (int64_t i = 0; i < n; i++)
-        d[i] = (t[i] - z[i]) + shift;
-}
-
-static void load_piece(struct piece *piece, const struct softmax *student,
-                       const struct softmax *teacher, const struct softmax_loss *op, int64_t first)
-{
-    int64_t n = piece->n = min_i64(PIECE, op->vocab - first);
-    piece_load(piece->q, student->logits, op->logits_type, first, n);
-    subtract(piece->q, student->max, n);
-    if (teacher->logits != NULL) {
-        piece_load(piece->p, teacher->logits, op->logits_type, first, n);
-        subtract(piece->p, teacher->max, n);
-        difference(piece->d, piece->p, piece->q, (float)(student->log_sum - teacher->log_sum), n);
-        piece_exp(piece->p, piece->p, n);
-        scale(piece->p, teacher->inverse_sum, n);
-    }
-    piece_exp(piece->q, piece->q, n);
-    scale(piece->q, student->inverse_sum, n);
-}
-
-static KERNEL_CLONES void overlap_values(float *x, const struct piece *piece)
-{
-    for (int64_t i = 0; i < piece->n; i++)
-        x[i] = piece->q[i] < piece->p[i] ? piece->q[i] : piece->p[i];
-}
-
-static KERNEL_CLONES void distance_values(float *x, const struct piece *piece)
-{
-    for (int64_t i = 0; i < piece->n; i++)
-        x[i] = fabsf(piece->p[i] - piece->q[i]);
-}
-
-static KERNEL_CLONES void kl_values(float *x, const struct piece *piece)
-{
-    for (int64_t i = 0; i < piece->n; i++)
-        x[i] = piece->p[i] == 0.0f ? 0.0f : piece->p[i] * piece->d[i];
-}
-
-// Tokens that the teacher excludes (a logit of -inf) are left out: the term would be infinite.
-static inline __attribute__((always_inline)) float log_q_over_p(float q, float d)
-{
-    return q == 0.0f || d == -INFINITY ? 0.0f : -d;
-}
-
-static KERNEL_CLONES void reverse_kl_values(float *x, const struct piece *piece)
-{
-    for (int64_t i = 0; i < piece->n; i++)
-        x[i] = piece->q[i] * log_q_over_p(piece->q[i], piece->d[i]);
-}
-
-// With m = (p + q) / 2 and a = |p - q| / (p + q), the larger of p and q has log(x / m) = log(1 + a)
-// = 2 atanh(a / (2 + a)), the smaller one that minus |log p - log q|. The polynomial is the least
-// maximum one for 2 atanh(s) / s in s^2, s <= 1/3.
-static KERNEL_CLONES void ratio_logs(float *log_pm, float *log_qm, const struct piece *piece)
-{
-    for (int64_t i = 0; i < piece->n; i++) {
-        float p = piece->p[i], q = piece->q[i], d = piece->d[i];
-        float sum = p + q;
-        float a = fabsf(p - q) / (sum == 0.0f ? 1.0f : sum);
-        float s = a / (2.0f + a), u = s * s;
-        float g = 2.44249001e-1f;
-        g = g * u + 2.13899627e-1f;
-        g = g * u + 2.86210418e-1f;
-        g = g * u + 3.99986774e-1f;
-        g = g * u + 6.66666806e-1f;
-        g = g * u + 2.0f;
-        float larger = g * s;
-        float smaller = larger - fabsf(d);
-        log_pm[i] = p == 0.0f ? 0.0f : (p < q ? smaller : larger);
-        log_qm[i] = q == 0.0f ? 0.0f : (p < q ? larger : smaller);
-    }
-}
-
-static KERNEL_CLONES void above_values(float *x, const struct piece *piece)
-{
-    for (int64_t i = 0; i < piece->n; i++)
-        x[i] = piece->q[i] > piece->p[i] ? piece->q[i] : 0.0f;
-}
-
-static KERNEL_CLONES void below_values(float *x, const struct piece *piece)
-{
-    for (int64_t i = 0; i < piece->n; i++)
-        x[i] = piece->q[i] > piece->p[i] ? 0.0f : piece->q[i];
-}
-
 // Sums over the row that the terms and the gradient are made of.
 struct sums {
     double overlap;  // min(p, q)
@@ -186,9 +88,28 @@ struct sums {
     double above, below;
 };
 
+// What the gradient of a row is: kl (q - p) + ce q + reverse_kl q (log(q/p) - kl_qp)
+// + js q (log(q/m) - kl_qm) + tv (q > p ? q below : -q above) - target at a token, twice.
+struct gradient {
+    float kl, ce, reverse_kl, kl_qp, js, kl_qm, tv, above, below;
+    int64_t token[2]; // -1: none
+    float target[2];
+};
+
 // Which sums are wanted.
 struct needs {
     bool kl, reverse_kl, js, tv;
+};
+
+struct row {
+    const struct softmax_loss *op;
+    struct softmax student, teacher;
+    int64_t label;
+    double log_q_label, log_q_top; // of the label and of the teacher's largest
+    struct needs needs;
+    struct sums sums;
+    double term[LOSS_TERM_COUNT];
+    struct gradient gradient;
 };
 
 static struct needs needs_of(const float *weight)
@@ -201,50 +122,123 @@ static struct needs needs_of(const float *weight)
     };
 }
 
-static void add_piece(struct sums *sums, const struct needs *needs, const struct piece *piece)
+static bool gradient_needs_sums(const struct needs *needs)
 {
-    float x[PIECE], y[PIECE];
-    overlap_values(x, piece);
-    sums->overlap += (double)piece_sum(x, piece->n);
-    if (needs->kl) {
-        kl_values(x, piece);
-        sums->kl += (double)piece_sum(x, piece->n);
-    }
-    if (needs->reverse_kl) {
-        reverse_kl_values(x, piece);
-        sums->reverse_kl += (double)piece_sum(x, piece->n);
-    }
-    if (needs->js) {
-        ratio_logs(x, y, piece);
-        sums->kl_pm += (double)piece_dot(x, piece->p, piece->n);
-        sums->kl_qm += (double)piece_dot(y, piece->q, piece->n);
-    }
-    if (needs->tv) {
-        distance_values(x, piece);
-        sums->distance += (double)piece_sum(x, piece->n);
-        above_values(x, piece);
-        sums->above += (double)piece_sum(x, piece->n);
-        below_values(x, piece);
-        sums->below += (double)piece_sum(x, piece->n);
+    return needs->reverse_kl || needs->js || needs->tv;
+}
+
+// A piece of both distributions, filled up with zeros to a multiple of PIECE_LANES. Without a teacher p and
+// d are zero.
+struct piece {
+    int64_t n, padded;
+    float q[PIECE], p[PIECE];
+    float d[PIECE]; // log p - log q where some term needs it; NaN or infinite where p or q is 0
+    float log_pm[PIECE], log_qm[PIECE]; // log(p/m), log(q/m) where js needs them
+};
+
+static KERNEL_CLONES void log_ratios(struct piece *piece, const float *t, const float *z,
+                                     float t_max, float z_max, float shift)
+{
+    for (int64_t i = 0; i < piece->n; i++)
+        piece->d[i] = ((t[i] - t_max) - (z[i] - z_max)) + shift;
+}
+
+// With m = (p + q) / 2 and a = |p - q| / (p + q), the larger of p and q has log(x / m) = log(1 + a)
+// = 2 atanh(a / (2 + a)), the smaller one that minus |log p - log q|. The polynomial is the least
+// maximum one for 2 atanh(s) / s in s^2, s <= 1/3.
+static KERNEL_CLONES void mixture_logs(struct piece *piece)
+{
+    for (int64_t i = 0; i < piece->padded; i++) {
+        float p = piece->p[i], q = piece->q[i], sum = p + q;
+        float a = fabsf(p - q) / (sum == 0.0f ? 1.0f : sum);
+        float s = a / (2.0f + a), u = s * s;
+        float g = 2.44249001e-1f;
+        g = g * u + 2.13899627e-1f;
+        g = g * u + 2.86210418e-1f;
+        g = g * u + 3.99986774e-1f;
+        g = g * u + 6.66666806e-1f;
+        g = g * u + 2.0f;
+        float larger = g * s;
+        float smaller = larger - fabsf(piece->d[i]);
+        piece->log_pm[i] = p == 0.0f ? 0.0f : (p < q ? smaller : larger);
+        piece->log_qm[i] = q == 0.0f ? 0.0f : (p < q ? larger : smaller);
     }
 }
 
-// What the gradient of a row is: q (kl + ce) - p kl + reverse_kl q (log(q/p) - kl_qp)
-// + js q (log(q/m) - kl_qm) + tv (q > p ? q below : -q above) - target at a token, twice.
-struct gradient {
-    float kl, ce, reverse_kl, kl_qp, js, kl_qm, tv, above, below;
-    int64_t token[2]; // -1: none
-    float target[2];
-};
+static void clear_padding(struct piece *piece)
+{
+    piece->padded = (piece->n + PIECE_LANES - 1) / PIECE_LANES * PIECE_LANES;
+    for (int64_t i = piece->n; i < piece->padded; i++)
+        piece->q[i] = piece->p[i] = piece->d[i] = 0.0f;
+}
 
-struct row {
-    const struct softmax_loss *op;
-    struct softmax student, teacher;
-    int64_t label;
-    struct sums sums;
-    double term[LOSS_TERM_COUNT];
-    struct gradient gradient;
-};
+static void load_piece(struct piece *piece, const struct row *row, int64_t first)
+{
+    const struct softmax_loss *op = row->op;
+    const struct softmax *student = &row->student, *teacher = &row->teacher;
+    int64_t n = piece->n = min_i64(PIECE, op->vocab - first);
+    float z_buffer[PIECE], t_buffer[PIECE];
+    const float *z = logits_piece(z_buffer, student->logits, op->logits_type, first, n);
+    piece_exp(piece->q, z, student->max, student->inverse_sum, n);
+    clear_padding(piece);
+    if (teacher->logits == NULL) {
+        memset(piece->p, 0, sizeof(piece->p));
+        return;
+    }
+    const float *t = logits_piece(t_buffer, teacher->logits, op->logits_type, first, n);
+    piece_exp(piece->p, t, teacher->max, teacher->inverse_sum, n);
+    if (row->needs.kl || row->needs.reverse_kl || row->needs.js)
+        log_ratios(piece, t, z, teacher->max, student->max,
+                   (float)(student->log_sum - teacher->log_sum));
+    if (row->needs.js)
+        mixture_logs(piece);
+}
+
+// A function that sums an expression of p[i], q[i] and d[i] over a piece.
+#define PIECE_SUM(name, expression)                                                                \
+    static KERNEL_CLONES double name(const struct piece *piece)                                    \
+    {                                                                                              \
+        float lane[PIECE_LANES] = {0};                                                             \
+        for (int64_t first = 0; first < piece->padded; first += PIECE_LANES)                       \
+            for (int l = 0; l < PIECE_LANES; l++) {                                                \
+                float p = piece->p[first + l], q = piece->q[first + l], d = piece->d[first + l];   \
+                (void)p, (void)q, (void)d;                                                         \
+                lane[l] += (expression);                                                           \
+            }                                                                                      \
+        return (double)lanes_sum(lane);                                                            \
+    }
+
+// Tokens that the teacher excludes (a logit of -inf) are left out: the term would be infinite.
+static inline __attribute__((always_inline)) float log_q_over_p(float q, float d)
+{
+    return q == 0.0f || d == -INFINITY ? 0.0f : -d;
+}
+
+PIECE_SUM(sum_overlap, q < p ? q : p)
+PIECE_SUM(sum_kl, p == 0.0f ? 0.0f : p * d)
+PIECE_SUM(sum_reverse_kl, q *log_q_over_p(q, d))
+PIECE_SUM(sum_distance, fabsf(p - q))
+PIECE_SUM(sum_above, q > p ? q : 0.0f)
+PIECE_SUM(sum_below, q > p ? 0.0f : q)
+
+static void add_sums(struct row *row, const struct piece *piece)
+{
+    struct sums *sums = &row->sums;
+    sums->overlap += sum_overlap(piece);
+    if (row->needs.kl)
+        sums->kl += sum_kl(piece);
+    if (row->needs.reverse_kl)
+        sums->reverse_kl += sum_reverse_kl(piece);
+    if (row->needs.js) {
+        sums->kl_pm += (double)piece_dot(piece->p, piece->log_pm, piece->padded);
+        sums->kl_qm += (double)piece_dot(piece->q, piece->log_qm, piece->padded);
+    }
+    if (row->needs.tv) {
+        sums->distance += sum_distance(piece);
+        sums->above += sum_above(piece);
+        sums->below += sum_below(piece);
+    }
+}
 
 // 1 - tv where it divides or goes into a logarithm: never 0, and NaN stays NaN.
 static double overlap_at_least(double overlap)
@@ -257,24 +251,26 @@ static double nla_of(double tv, double overlap)
     return tv < 0.5 ? -log1p(-tv) : -log(overlap_at_least(overlap));
 }
 
+static double lambda_of(const struct row *row)
+{
+    return exp(-(double)row->op->lk_eta * (1.0 - 0.5 * row->sums.distance));
+}
+
 static void row_terms(struct row *row)
 {
     const struct softmax_loss *op = row->op;
     const struct sums *sums = &row->sums;
-    double tv = 0.5 * sums->distance;
-    double lambda = exp(-(double)op->lk_eta * (1.0 - tv));
+    double tv = 0.5 * sums->distance, lambda = lambda_of(row);
     double all[LOSS_TERM_COUNT] = {
         [LOSS_KL] = sums->kl,
         [LOSS_REVERSE_KL] = sums->reverse_kl,
         [LOSS_JS] = 0.5 * (sums->kl_pm + sums->kl_qm),
+        [LOSS_CE_TEACHER] = -row->log_q_top,
+        [LOSS_CE_DATA] = row->label >= 0 ? -row->log_q_label : 0.0,
         [LOSS_TV] = tv,
         [LOSS_NLA] = nla_of(tv, sums->overlap),
         [LOSS_LK] = lambda * sums->kl + (1.0 - lambda) * tv,
     };
-    if (row->teacher.logits != NULL)
-        all[LOSS_CE_TEACHER] = -softmax_log_at(&row->student, op->logits_type, row->teacher.argmax);
-    if (row->label >= 0)
-        all[LOSS_CE_DATA] = -softmax_log_at(&row->student, op->logits_type, row->label);
     for (int i = 0; i < LOSS_TERM_COUNT; i++)
         row->term[i] = op->weight[i] != 0.0f ? all[i] : 0.0;
 }
@@ -284,8 +280,7 @@ static void row_gradient(struct row *row)
     const float *w = row->op->weight;
     const struct sums *sums = &row->sums;
     struct gradient *g = &row->gradient;
-    double tv = 0.5 * sums->distance;
-    double lambda = exp(-(double)row->op->lk_eta * (1.0 - tv));
+    double lambda = lambda_of(row);
     double nla = (double)w[LOSS_NLA] / overlap_at_least(sums->overlap);
     *g = (struct gradient){
         .kl = (float)((double)w[LOSS_KL] + (double)w[LOSS_LK] * lambda),
@@ -309,78 +304,74 @@ static void row_gradient(struct row *row)
     g->ce = g->target[0] + g->target[1];
 }
 
+static KERNEL_CLONES void set_kl_ce(float *out, const struct gradient *g, const struct piece *piece)
+{
+    for (int64_t i = 0; i < piece->padded; i++)
+        out[i] = g->kl * (piece->q[i] - piece->p[i]) + g->ce * piece->q[i];
+}
+
 static KERNEL_CLONES void add_reverse_kl(float *out, const struct gradient *g,
                                          const struct piece *piece)
 {
-    for (int64_t i = 0; i < piece->n; i++)
+    for (int64_t i = 0; i < piece->padded; i++)
         out[i] += g->reverse_kl * piece->q[i] * (log_q_over_p(piece->q[i], piece->d[i]) - g->kl_qp);
 }
 
-static KERNEL_CLONES void add_js(float *out, const struct gradient *g, const float *log_qm,
-                                 const struct piece *piece)
+static KERNEL_CLONES void add_js(float *out, const struct gradient *g, const struct piece *piece)
 {
-    for (int64_t i = 0; i < piece->n; i++)
-        out[i] += g->js * piece->q[i] * (log_qm[i] - g->kl_qm);
+    for (int64_t i = 0; i < piece->padded; i++)
+        out[i] += g->js * piece->q[i] * (piece->log_qm[i] - g->kl_qm);
 }
 
 static KERNEL_CLONES void add_tv(float *out, const struct gradient *g, const struct piece *piece)
 {
-    for (int64_t i = 0; i < piece->n; i++) {
+    for (int64_t i = 0; i < piece->padded; i++) {
         float q = piece->q[i];
         out[i] += g->tv * (q > piece->p[i] ? q * g->below : -q * g->above);
     }
 }
 
-static KERNEL_CLONES void add_kl_ce(float *out, const struct gradient *g, const struct piece *piece,
-                                    bool teacher)
-{
-    if (teacher)
-        for (int64_t i = 0; i < piece->n; i++)
-            out[i] = g->kl * (piece->q[i] - piece->p[i]) + g->ce * piece->q[i];
-    else
-        for (int64_t i = 0; i < piece->n; i++)
-            out[i] = g->ce * piece->q[i];
-}
-
-static void gradient_piece(float *out, const struct row *row, const struct piece *piece,
-                           int64_t first)
+static void store_gradient(const struct row *row, const struct piece *piece, int64_t first,
+                           void *out)
 {
     const struct gradient *g = &row->gradient;
-    add_kl_ce(out, g, piece, row->teacher.logits != NULL);
+    float values[PIECE];
+    set_kl_ce(values, g, piece);
     if (g->reverse_kl != 0.0f)
-        add_reverse_kl(out, g, piece);
-    if (g->js != 0.0f) {
-        float log_pm[PIECE], log_qm[PIECE];
-        ratio_logs(log_pm, log_qm, piece);
-        add_js(out, g, log_qm, piece);
-    }
+        add_reverse_kl(values, g, piece);
+    if (g->js != 0.0f)
+        add_js(values, g, piece);
     if (g->tv != 0.0f)
-        add_tv(out, g, piece);
+        add_tv(values, g, piece);
     for (int i = 0; i < 2; i++)
         if (g->token[i] >= first && g->token[i] < first + piece->n)
-            out[g->token[i] - first] -= g->target[i];
+            values[g->token[i] - first] -= g->target[i];
+    piece_store(out, values, row->op->gradient_type, first, piece->n);
 }
 
-// The piece is read before it is written, and a written element is never wider than the logit it may
-// lie on, so the gradient may take the student's place.
-static void write_gradient(const struct row *row, void *out)
+// One pass over the row. A piece is read before its gradient is written, and a written element is
+// never wider than the logit it may lie on, so the gradient may take the student's place.
+static void pass(struct row *row, bool sums, void *gradient)
 {
     for (int64_t first = 0; first < row->op->vocab; first += PIECE) {
         struct piece piece;
-        float gradient[PIECE];
-        load_piece(&piece, &row->student, &row->teacher, row->op, first);
-        gradient_piece(gradient, row, &piece, first);
-        piece_store(out, gradient, row->op->gradient_type, first, piece.n);
+        load_piece(&piece, row, first);
+        if (sums)
+            add_sums(row, &piece);
+        if (gradient != NULL)
+            store_gradient(row, &piece, first, gradient);
     }
 }
 
-static void add_sums(struct row *row)
+static void passes(struct row *row, void *gradient)
 {
-    struct needs needs = needs_of(row->op->weight);
-    for (int64_t first = 0; first < row->op->vocab; first += PIECE) {
-        struct piece piece;
-        load_piece(&piece, &row->student, &row->teacher, row->op, first);
-        add_piece(&row->sums, &needs, &piece);
+    bool teacher = row->teacher.logits != NULL;
+    bool two = gradient != NULL && gradient_needs_sums(&row->needs);
+    if (teacher && (two || gradient == NULL))
+        pass(row, true, NULL);
+    if (gradient != NULL) {
+        row_gradient(row);
+        pass(row, teacher && !two, gradient);
     }
     // A minimum drops a NaN on one side.
     if (isnan(row->student.inverse_sum) || isnan(row->teacher.inverse_sum))
@@ -408,36 +399,36 @@ static void write_statistics(const struct row *row, int64_t r)
         for (int i = 0; i < LOSS_TERM_COUNT; i++)
             op->terms[r * LOSS_TERM_COUNT + i] = (float)row->term[i];
 
-    double label_q =
-        row->label < 0 ? 0.0 : exp(softmax_log_at(&row->student, op->logits_type, row->label));
+    double q_label = row->label >= 0 ? exp(row->log_q_label) : 0.0;
     op->student_lse[r] = (float)softmax_lse(&row->student);
     op->student_argmax[r] = row->student.argmax;
     op->teacher_lse[r] = teacher ? (float)softmax_lse(&row->teacher) : 0.0f;
     op->teacher_argmax[r] = teacher ? row->teacher.argmax : (int32_t)row->label;
-    op->overlap[r] = (float)(teacher ? row->sums.overlap : label_q);
-    op->confidence[r] =
-        (float)(!teacher || only_ce_data(op)
-                    ? label_q
-                    : exp(softmax_log_at(&row->student, op->logits_type, row->teacher.argmax)));
+    op->overlap[r] = (float)(teacher ? row->sums.overlap : q_label);
+    op->confidence[r] = (float)(teacher && !only_ce_data(op) ? exp(row->log_q_top) : q_label);
 }
 
 static void loss_row(const struct softmax_loss *op, int64_t r)
 {
-    struct row row = {.op = op, .label = op->label[r]};
+    struct row row = {.op = op, .label = op->label[r], .needs = needs_of(op->weight)};
     BUG_UNLESS(row.label < op->vocab);
     row.student =
         softmax_of(row_at(op->student, op->logits_type, r, op->vocab), op->logits_type, op->vocab);
+    // Read before the gradient may take their place.
+    if (row.label >= 0)
+        row.log_q_label = softmax_log_at(&row.student, op->logits_type, row.label);
     if (op->teacher != NULL) {
-        const void *logits = row_at(op->teacher, op->logits_type, op->teacher_row[r], op->vocab);
-        row.teacher = softmax_of(logits, op->logits_type, op->vocab);
-        add_sums(&row);
+        row.teacher =
+            softmax_of(row_at(op->teacher, op->logits_type, op->teacher_row[r], op->vocab),
+                       op->logits_type, op->vocab);
+        row.log_q_top = softmax_log_at(&row.student, op->logits_type, row.teacher.argmax);
     }
+    void *gradient = op->gradient;
+    if (gradient != NULL)
+        gradient = row_of(gradient, op->gradient_type, r, op->gradient_stride);
+    passes(&row, gradient);
     row_terms(&row);
     write_statistics(&row, r);
-    if (op->gradient == NULL)
-        return;
-    row_gradient(&row);
-    write_gradient(&row, row_of(op->gradient, op->gradient_type, r, op->gradient_stride));
 }
 
 static void check(const struct softmax_loss *op)

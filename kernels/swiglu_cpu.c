@@ -8,7 +8,7 @@ static KERNEL_CLONES void sigmoid_piece(float *sigmoid, const float *gate, int64
 {
     for (int64_t i = 0; i < n; i++)
         sigmoid[i] = -gate[i];
-    piece_exp(sigmoid, sigmoid, n);
+    piece_exp(sigmoid, sigmoid, 0.0f, 1.0f, n);
     for (int64_t i = 0; i < n; i++)
         sigmoid[i] = 1.0f / (1.0f + sigmoid[i]);
 }

@@ -1,5 +1,6 @@
 // Promises of the CPU backend that go beyond a tolerance: a row's (a block's) bits do not depend on
-// what else is in the call, and the loss is exact where it can be.
+// what else is in the call, and the loss is exact where it can be. Not among them: gemm, where the
+// library's order of additions in a row follows from the row's place.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -30,55 +31,6 @@ static void *normals(int64_t count, enum dtype type, float scale, uint64_t seed)
     free(values);
     backend_cpu()->stream_close(stream);
     return result;
-}
-
-static void check_gemm_rows(int64_t n, int64_t k, enum dtype type, bool transpose_b)
-{
-    static const int64_t subsets[][2] = {{0, 1},  {0, 8},  {8, 8}, {3, 13},
-                                         {5, 40}, {95, 1}, {1, 95}};
-    const int64_t m = 96;
-    size_t size = dtype_size(type);
-    char *a = normals(m * k, type, 1.0f, 1), *b = normals(n * k, type, 1.0f, 2);
-    char *all = memory_alloc((size_t)(m * n), size), *some = memory_alloc((size_t)(m * n), size);
-    struct gemm op = {.m = m,
-                      .n = n,
-                      .k = k,
-                      .transpose_b = transpose_b,
-                      .alpha = 1.0f,
-                      .a = a,
-                      .b = b,
-                      .c = all,
-                      .a_type = type,
-                      .b_type = type,
-                      .c_type = type};
-    struct stream *two = stream_of(2), *one = stream_of(1);
-    gemm_cpu(two, &op);
-    op.c = some;
-    for (size_t i = 0; i < sizeof(subsets) / sizeof(subsets[0]); i++) {
-        op.m = subsets[i][1];
-        op.a = a + (size_t)(subsets[i][0] * k) * size;
-        gemm_cpu(i % 2 == 0 ? one : two, &op);
-        assert_memory_equal(some, all + (size_t)(subsets[i][0] * n) * size,
-                            (size_t)(op.m * n) * size);
-    }
-    backend_cpu()->stream_close(one);
-    backend_cpu()->stream_close(two);
-    free(a);
-    free(b);
-    free(all);
-    free(some);
-}
-
-static void gemm_rows(void **state)
-{
-    (void)state;
-    static const int64_t shapes[][2] = {{8, 8},   {24, 16},   {64, 64},
-                                        {37, 41}, {1003, 64}, {192, 576}};
-    for (size_t i = 0; i < sizeof(shapes) / sizeof(shapes[0]); i++)
-        for (int transpose_b = 0; transpose_b < 2; transpose_b++) {
-            check_gemm_rows(shapes[i][0], shapes[i][1], DTYPE_F32, transpose_b == 1);
-            check_gemm_rows(shapes[i][0], shapes[i][1], DTYPE_BF16, transpose_b == 1);
-        }
 }
 
 enum { BLOCKS = 6, B = 8, T = 700, HEADS = 6, KV = 2, D = 16, Q_ROW = HEADS * D, KV_ROW = KV * D };
@@ -356,7 +308,6 @@ static void argmax_of_ties(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(gemm_rows),
         cmocka_unit_test(attention_blocks),
         cmocka_unit_test(attention_leaks_nothing),
         cmocka_unit_test(loss_rows),
