@@ -55,6 +55,22 @@ void adamw_cpu(struct stream *stream, const struct adamw *op)
     }
 }
 
+// In fp64 from the first product on: squares of finite gradients overflow fp32.
+static KERNEL_CLONES double piece_squares(const float *x, int64_t n)
+{
+    enum { LANES = 8 };
+    double lane[LANES] = {0}, sum = 0.0;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int l = 0; l < LANES; l++)
+            lane[l] += (double)x[i + l] * (double)x[i + l];
+    for (int l = 0; i + l < n; l++)
+        lane[l] += (double)x[i + l] * (double)x[i + l];
+    for (int l = 0; l < LANES; l++)
+        sum += lane[l];
+    return sum;
+}
+
 // Parts are fixed by the count alone, so the order of additions does not depend on threads.
 void sum_squares_cpu(struct stream *stream, const struct sum_squares *op)
 {
@@ -66,7 +82,7 @@ void sum_squares_cpu(struct stream *stream, const struct sum_squares *op)
         double sum = 0.0;
         for (int64_t first = part * size; first < end; first += PIECE) {
             int64_t n = min_i64(PIECE, end - first);
-            sum += (double)piece_dot(op->x + first, op->x + first, n);
+            sum += piece_squares(op->x + first, n);
         }
         op->scratch[part] = sum;
     }
