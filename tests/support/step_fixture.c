@@ -141,13 +141,19 @@ static void make_weights(struct step_fixture *f, uint64_t seed)
 static void make_config(struct config *config, const struct step_fixture_options *o)
 {
     static const char *const tiny[] = {
-        "run.dir=unused",       "run.compute=fp32",
-        "run.device=cpu",       "target.path=unused",
-        "data.seq_len=64",      "drafter.layers=2",
-        "drafter.block_size=8", "drafter.mask_token_id=60",
-        "drafter.head_dim=4",   "drafter.num_attention_heads=2",
-        "parallel.threads=2",   "drafter.num_key_value_heads=2",
-        "loss.kl=1.0",          "drafter.intermediate_size=12",
+        "run.dir=unused",
+        "run.compute=fp32",
+        "run.device=cpu",
+        "target.path=unused",
+        "data.seq_len=64",
+        "drafter.layers=2",
+        "drafter.block_size=8",
+        "drafter.mask_token_id=60",
+        "drafter.head_dim=4",
+        "drafter.num_attention_heads=2",
+        "drafter.num_key_value_heads=2",
+        "loss.kl=1.0",
+        "drafter.intermediate_size=12",
     };
     enum { TINY = sizeof(tiny) / sizeof(*tiny), MOST = 32 };
     const char *sets[TINY + MOST];
@@ -174,6 +180,7 @@ void step_fixture_resolve(struct step_fixture *f, const int64_t *layer_ids, int6
     f->last_plane = (int32_t)features;
     if (execution_choose(&f->execution, &f->config, &f->sizes, step_fixture_backend(), &err) != 0)
         die("%s", err.text);
+    f->execution.threads = 1; // more is slower for tensors this small
     model_state_open(&f->state, &f->params);
 }
 
