@@ -258,6 +258,14 @@ void attention_forward_cpu(struct stream *stream, const struct attention *op)
             }
 }
 
+// ds = p (dp - delta) scale, where ds holds dp. Keys a row does not see give it nothing, not even a NaN.
+static KERNEL_CLONES void score_gradients(float *ds, const float *p, float delta, float factor,
+                                          int64_t n)
+{
+    for (int64_t i = 0; i < n; i++)
+        ds[i] = p[i] == 0.0f ? 0.0f : p[i] * (ds[i] - delta) * factor;
+}
+
 // scores become the probabilities P, dscores = P (dout V^T - delta) scale
 static void tile_gradients(const struct queries *q, const struct tile *tile)
 {
@@ -269,8 +277,7 @@ static void tile_gradients(const struct queries *q, const struct tile *tile)
     for (int64_t m = 0; m < q->rows; m++) {
         float *p = buf->scores + m * n, *ds = buf->dscores + m * n;
         piece_exp(p, p, buf->lse[m], 1.0f, n);
-        for (int64_t i = 0; i < n; i++)
-            ds[i] = p[i] * (ds[i] - buf->delta[m]) * q->op->scale;
+        score_gradients(ds, p, buf->delta[m], q->op->scale, n);
     }
 }
 

@@ -216,7 +216,7 @@ static inline __attribute__((always_inline)) float log_q_over_p(float q, float d
 
 PIECE_SUM(sum_overlap, q < p ? q : p)
 PIECE_SUM(sum_kl, p == 0.0f ? 0.0f : p * d)
-PIECE_SUM(sum_reverse_kl, q *log_q_over_p(q, d))
+PIECE_SUM(sum_reverse_kl, log_q_over_p(q, d) * q)
 PIECE_SUM(sum_distance, fabsf(p - q))
 PIECE_SUM(sum_above, q > p ? q : 0.0f)
 PIECE_SUM(sum_below, q > p ? 0.0f : q)
