@@ -423,8 +423,10 @@ static void check_packing(const char *const *sets, size_t set_count)
     static const int32_t anchors[] = {0, 5, 17, 21, 24, 30, 32, 33, 45, 46, 60};
     struct step_fixture f;
     struct row packed, alone;
-    step_fixture_init(
-        &f, &(struct step_fixture_options){.seed = 33, .sets = sets, .set_count = set_count});
+    // Moderate weights: large ones turn the rounding of other sums into more than 1e-6.
+    step_fixture_init(&f,
+                      &(struct step_fixture_options){
+                          .seed = 33, .weight_scale = 0.3, .sets = sets, .set_count = set_count});
     step_fixture_open(&f);
     step_fixture_row(&f, &packed, lengths, COUNT(lengths), 8);
     packed.loss_mask[19] = packed.loss_mask[40] = packed.loss_mask[48] = 0;
@@ -447,9 +449,7 @@ static void check_packing(const char *const *sets, size_t set_count)
     assert_true(fabs(f.step.metrics.loss - metrics.loss) <= 1e-6 * fabs(metrics.loss));
     assert_true(fabs(f.step.metrics.weight - metrics.weight) <= 1e-6 * metrics.weight);
     assert_true(f.step.metrics.accepted == metrics.accepted);
-    // A small tensor's own sums may cancel.
-    assert_true(relative_error(f.step.grads, gradient, f.params.elements) <= 1e-6);
-    step_fixture_compare(&f, f.step.grads, gradient, 1e-5, "packed against alone");
+    step_fixture_compare(&f, f.step.grads, gradient, 1e-6, "packed against alone");
     free(gradient);
     row_close(&packed, NULL);
     step_fixture_release(&f);

@@ -128,13 +128,14 @@ static void make_target(struct step_fixture *f, const struct step_fixture_option
 }
 
 // Larger than at the start of training and norms off 1, so that every path matters.
-static void make_weights(struct step_fixture *f, uint64_t seed)
+static void make_weights(struct step_fixture *f, const struct step_fixture_options *o)
 {
+    double scale = o->weight_scale > 0.0 ? o->weight_scale : 1.0;
     for (size_t i = 0; i < f->params.count; i++) {
         const struct param *param = &f->params.items[i];
-        double std = param->norm ? 0.3 : 1.0 / sqrt((double)param->shape[1]);
+        double std = param->norm ? 0.3 : scale / sqrt((double)param->shape[1]);
         fill_normal(f->state.master + param->offset, param->count, param->norm ? 1.0 : 0.0, std,
-                    seed, 100 + i);
+                    o->seed, 100 + i);
     }
 }
 
@@ -191,7 +192,7 @@ void step_fixture_init(struct step_fixture *f, const struct step_fixture_options
     make_config(&f->config, options);
     make_target(f, options);
     step_fixture_resolve(f, ids, FEATURES);
-    make_weights(f, options->seed);
+    make_weights(f, options);
 }
 
 void step_fixture_row(const struct step_fixture *f, struct row *row, const int32_t *lengths,

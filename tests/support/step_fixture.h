@@ -12,6 +12,7 @@
 struct step_fixture_options {
     uint64_t seed;                // of weights and target
     int64_t vocab, hidden;        // 0: 64 and 8
+    double weight_scale;          // of the drafter's matrices, times columns^-0.5; 0: 1
     bool tied;                    // the head is the embedding
     enum last_hidden last_hidden; // 0: pre_norm
     const char *const *sets;      // "section.key=value" over tiny defaults with loss.kl 1
