@@ -9,6 +9,8 @@
 //   tv          1 - sum min(p, q)                         d/dz = -q (1[q <= p] - s), s = sum of q where q <= p
 //   nla         -log(1 - tv)                              d/dz = d tv / (1 - tv)
 //   lk          lambda kl + (1 - lambda) tv, lambda = exp(-eta (1 - tv)) taken as a constant
+// A logit of -inf is a token of probability 0 and adds 0; reverse_kl leaves out tokens that the teacher
+// excludes so. A row with NaN or +inf, or of -inf alone, gives NaN and concerns no other row.
 // (kl, tv, js, nla, lk as in the published speculators package; tv's subgradient as derived there.)
 #ifndef KERNELS_SOFTMAX_LOSS_H
 #define KERNELS_SOFTMAX_LOSS_H
@@ -50,8 +52,8 @@ struct softmax_loss {
     float *terms; // [C, LOSS_TERM_COUNT] every term of nonzero weight, others 0; NULL: not wanted
     float *student_lse, *teacher_lse; // [C]; teacher_lse 0 without a teacher
     float *overlap;                   // [C] sum min(p, q); without a teacher q[label]
-    float
-        *confidence; // [C] q[argmax p]; q[label] without a teacher or when ce_data is the only term
+    // [C] q[argmax p]; q[label] (0: no label) without a teacher or when ce_data is the only term
+    float *confidence;
     int32_t *student_argmax, *teacher_argmax; // [C] lowest index of the largest logit; without a
                                               // teacher teacher_argmax = label
 };

@@ -96,6 +96,35 @@ static void no_entry_is_missing(void **state)
 #undef KERNEL_SET
 }
 
+static void memory_moves(void **state)
+{
+    const struct test_case *test = *state;
+    const struct backend *backend = test->backend;
+    struct stream *stream = open_stream(backend, THREADS);
+    enum { BYTES = 1027 };
+    unsigned char *host = backend->host_alloc(BYTES);
+    void *a = backend->alloc(BYTES), *b = backend->alloc(BYTES), *nothing = backend->alloc(0);
+    assert_non_null(nothing);
+    assert_int_equal((uintptr_t)a % 256, 0);
+    assert_int_equal((uintptr_t)b % 256, 0);
+    for (int i = 0; i < BYTES; i++)
+        host[i] = (unsigned char)(i * 7);
+    backend->copy_in(stream, a, host, BYTES);
+    backend->copy(stream, b, a, BYTES);
+    backend->zero(stream, (unsigned char *)b + 3, 5);
+    backend->sync(stream);
+    memset(host, 0, BYTES);
+    backend->copy_out(stream, host, b, BYTES);
+    backend->sync(stream);
+    for (int i = 0; i < BYTES; i++)
+        assert_int_equal(host[i], i >= 3 && i < 8 ? 0 : (unsigned char)(i * 7));
+    backend->free(a);
+    backend->free(b);
+    backend->free(nothing);
+    backend->host_free(host);
+    backend->stream_close(stream);
+}
+
 // A row is named by its numbers, so two rows that say the same would hide each other.
 static void names_and_seeds_differ(void **state)
 {
@@ -133,7 +162,7 @@ int main(int argc, char **argv)
     const struct backend *backend = backend_named(argc > 1 ? argv[1] : "cpu", &status);
     if (backend == NULL)
         return status;
-    size_t most = 2 * (size_t)kernel_case_count + 3, count = 0;
+    size_t most = 2 * (size_t)kernel_case_count + 4, count = 0;
     struct test_case *cases = calloc(most, sizeof(*cases));
     struct CMUnitTest *tests = calloc(most, sizeof(*tests));
     for (int i = 0; i < kernel_case_count; i++) {
@@ -156,6 +185,7 @@ int main(int argc, char **argv)
         {"every_kernel_has_a_case", every_kernel_has_a_case, NULL, NULL, &cases[count]},
         {"no_entry_is_missing", no_entry_is_missing, NULL, NULL, &cases[count]},
         {"names_and_seeds_differ", names_and_seeds_differ, NULL, NULL, &cases[count]},
+        {"memory_moves", memory_moves, NULL, NULL, &cases[count]},
     };
     memcpy(tests + count, general, sizeof(general));
     count += sizeof(general) / sizeof(general[0]);
