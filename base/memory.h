@@ -38,9 +38,9 @@ struct arena_entry {
 struct arena {
     struct arena_entry *entries;
     size_t count, capacity;
-    size_t bytes;       // sum so far
+    size_t bytes;        // sum so far
     unsigned char *base; // NULL: sizing
-    size_t size;        // bytes at base
+    size_t size;         // bytes at base
 };
 
 enum { ARENA_ALIGNMENT = 256 };
