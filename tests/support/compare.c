@@ -36,7 +36,8 @@ bool compare_tensors(const char *what, uint64_t seed, const double *got, const d
 {
     struct difference difference = {0};
     double errors = 0.0, squares = 0.0;
-    for (int64_t i = 0; i < rows * columns; i++) {
+    const int64_t count = rows * columns;
+    for (int64_t i = 0; i < count; i++) {
         if (!isfinite(expected[i]) || !isfinite(got[i])) {
             if (!same_place(got[i], expected[i]))
                 report(&difference, what, i, columns, got[i], expected[i]);
@@ -50,7 +51,7 @@ bool compare_tensors(const char *what, uint64_t seed, const double *got, const d
     }
     if (difference.count > 0)
         fprintf(stderr, "%s: %lld of %lld differ, worst by %.3g at [%lld, %lld], seed %llu\n", what,
-                (long long)difference.count, (long long)(rows * columns), difference.worst_error,
+                (long long)difference.count, (long long)count, difference.worst_error,
                 (long long)(difference.worst / columns), (long long)(difference.worst % columns),
                 (unsigned long long)seed);
     bool close = squares == 0.0 || errors / squares <= bounds.nmse;
