@@ -60,7 +60,10 @@ def build_parser():
     add("--supervise", default="all", choices=["all", "last"], help="which answers of a conversation are supervised")
     add("--chat-template", metavar="FILE", help="Jinja template instead of the tokenizer's")
     add("--seed", type=int, default=0, help="of sampling and of the split")
-    add("--batch-tokens", type=int, default=16384, help="padded tokens in a batch; halved when memory runs out")
+    add("--batch-tokens", type=int, default=16384,
+        help="padded tokens in a batch whose states are captured; halved when memory runs out")
+    add("--answer-tokens", type=int, default=65536,
+        help="tokens of prompts and answers that are generated together; halved when memory runs out")
     add("--teacher-rows", type=int, default=1024, help="tokens whose logits exist at the same time")
     add("--shard-bytes", type=float, default=2 * 2**30, help="about the size of a shard")
     return parser
@@ -69,7 +72,7 @@ def build_parser():
 def check_arguments(parser, args):
     if (args.model is None) == (args.gguf is None):
         parser.error("give either --model or --gguf")
-    for name in ("layers", "max_new_tokens", "samples", "batch_tokens", "teacher_rows"):
+    for name in ("layers", "max_new_tokens", "samples", "batch_tokens", "answer_tokens", "teacher_rows"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.samples > 1 and args.temperature <= 0:
@@ -142,9 +145,8 @@ def extract(args):
     say(f"layers {layer_ids} of {len(target.layers)}, hidden size {target.hidden_size}, vocabulary "
         f"{target.vocab_size}, {target.dtype} on {target.device}")
 
-    budget = Budget(args.batch_tokens, say)
     log = AnswerLog(os.path.join(args.out, "answers.jsonl"))
-    Answerer(target, template, budget, log, args, say).run(sources)
+    Answerer(target, template, Budget(args.answer_tokens, say), log, args, say).run(sources)
     log.close()
     documents = documents_of(sources, template, log, args.samples)
     documents = keep_usable(documents, target.vocab_size, args.max_tokens, say)
@@ -159,7 +161,7 @@ def extract(args):
         tolerance = 2e-2 if target.dtype == torch.float32 else 0.5  # states are rounded to bf16: 2^-7 is one unit
         error = check_padding(capture, documents, args.teacher_rows, tolerance)
         say(f"a padded document's states equal the unpadded ones to {error:.1e}")
-        extraction.run(shards, budget, capture, args.teacher_rows)
+        extraction.run(shards, Budget(args.batch_tokens, say), capture, args.teacher_rows)
     finish_report(extraction, shards, args)
 
 

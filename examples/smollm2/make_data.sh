@@ -19,5 +19,5 @@ gguf=$package/SmolLM2-135M-Instruct.Q4_1.gguf
 mkdir -p "$out"
 [ -d "$out/model" ] || "$python" "$here/save_model.py" --gguf "$gguf" --out "$out/model"
 exec "$python" "$tools/extract.py" --gguf "$gguf" --name SmolLM2-135M-Instruct-Q4_1 --out "$out/features" \
-    --layers 5 --limit "$lines" --split-val 48 --max-new-tokens 160 --batch-tokens 12288 \
+    --layers 5 --limit "$lines" --split-val 48 --max-new-tokens 160 --answer-tokens 24576 \
     ${THREADS:+--threads "$THREADS"} "$prompts"

@@ -274,7 +274,7 @@ class WholeRuns(Case):
 
     def test_kill_and_resume(self):
         path, whole, out = self.lines(PROMPTS), self.out(), self.out()
-        small = ("--shard-bytes", "40000", "--batch-tokens", "300", "--split-val", "4")
+        small = ("--shard-bytes", "40000", "--batch-tokens", "300", "--answer-tokens", "300", "--split-val", "4")
         self.assertEqual(self.extract(path, whole, *small)[0], 0)
         for wanted in ("answers.jsonl", "train-00001.h5"):
             command = [sys.executable, os.path.join(TOOLS, "extract.py"), *self.command(path, out, *small)[1:]]
