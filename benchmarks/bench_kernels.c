@@ -68,7 +68,7 @@ static double bytes_of(const struct kernel_run *run)
 static void bench_case(const struct bench *bench, const struct kernel_case *c)
 {
     struct kernel_run run;
-    double seconds[MOST_RUNS], total = 0.0;
+    double seconds[MOST_RUNS] = {0}, total = 0.0;
     int runs = 0;
     kernel_case_build(c, &run);
     kernel_run_send(&run, bench->backend, bench->stream);
