@@ -362,7 +362,8 @@ int step_row_anchors(struct step *step, const struct row *row, const int32_t *an
 {
     for (int64_t i = 0; i < count; i++)
         BUG_UNLESS(anchors[i] < row->tokens && anchors[i] > (i == 0 ? -1 : anchors[i - 1]));
-    memcpy(step->anchors, anchors, (size_t)count * sizeof(*anchors));
+    if (count > 0)
+        memcpy(step->anchors, anchors, (size_t)count * sizeof(*anchors));
     return train_row(step, row, count);
 }
 
