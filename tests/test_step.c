@@ -352,6 +352,46 @@ static void bf16_is_near_fp32(void **state)
     free(want);
 }
 
+// ---- the target's scales
+
+// A target that scales embeddings and logits and stores its norm as w - 1 trains like one whose
+// matrices are scaled and whose norm is whole. Powers of two: to the last bit.
+static void scales_of_the_target_are_its_matrices(void **state)
+{
+    (void)state;
+    struct step_fixture f;
+    struct row row;
+    open_fixture(&f, &row, 1.0, NULL, 0);
+    int64_t values = f.sizes.vocab * f.sizes.hidden;
+    for (int64_t i = 0; i < f.sizes.hidden; i++)
+        f.norm[i] = 0.25f * (float)(i % 5); // exact with 1 more
+    f.target.embed_scale = 4.0f;
+    f.target.logit_scale = 0.5f;
+    f.target.norm_weight_offset = 1.0f;
+    step_fixture_open(&f);
+    step_fixture_run(&f, &row, anchors, ANCHORS);
+    float *want = copy_gradient(&f);
+    double loss = f.step.metrics.loss;
+
+    f.target.embed_scale = f.target.logit_scale = 1.0f;
+    f.target.norm_weight_offset = 0.0f;
+    step_fixture_open(&f);
+    step_fixture_run(&f, &row, anchors, ANCHORS);
+    assert_true(fabs(f.step.metrics.loss - loss) > 0.01 * loss); // they matter
+    for (int64_t i = 0; i < values; i++) {
+        f.embed[i] *= 4.0f;
+        f.head[i] *= 0.5f;
+    }
+    for (int64_t i = 0; i < f.sizes.hidden; i++)
+        f.norm[i] += 1.0f;
+    step_fixture_open(&f);
+    step_fixture_run(&f, &row, anchors, ANCHORS);
+    assert_true(f.step.metrics.loss == loss);
+    assert_memory_equal(f.step.grads, want, (size_t)f.params.elements * sizeof(float));
+    free(want);
+    close_fixture(&f, &row);
+}
+
 // ---- learning
 
 // A uniform guess loses log V = 4.16 against a teacher that is sure, and random weights more than that.
@@ -452,6 +492,7 @@ int main(void)
         cmocka_unit_test(memory_does_not_depend_on_anchors),
         cmocka_unit_test(no_tensor_of_rows_by_vocabulary),
         cmocka_unit_test(bf16_is_near_fp32),
+        cmocka_unit_test(scales_of_the_target_are_its_matrices),
         cmocka_unit_test(one_batch_can_be_learned),
         cmocka_unit_test(scoring_agrees_with_training),
     };
