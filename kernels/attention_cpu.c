@@ -239,6 +239,12 @@ static void forward_queries(const struct queries *q)
     store_queries(q, q->op->out, buf->out);
 }
 
+// Elements of scores, were every key seen.
+static int64_t work(const struct attention *op)
+{
+    return op->rows * op->heads * (op->context + op->block_size);
+}
+
 static void check(const struct attention *op)
 {
     BUG_UNLESS(op->rows % op->block_size == 0 && op->heads % op->kv_heads == 0);
@@ -249,7 +255,7 @@ void attention_forward_cpu(struct stream *stream, const struct attention *op)
 {
     check(op);
     int64_t blocks = op->rows / op->block_size;
-#pragma omp parallel for collapse(2) num_threads(stream->threads) schedule(dynamic)
+#pragma omp parallel for collapse(2) num_threads(team(stream, work(op))) schedule(dynamic)
     for (int64_t block = 0; block < blocks; block++)
         for (int64_t kv_head = 0; kv_head < op->kv_heads; kv_head++)
             for (int64_t head = 0; head < group_of(op); head += heads_at_once(op)) {
@@ -387,7 +393,7 @@ void attention_backward_cpu(struct stream *stream, const struct attention *op)
 {
     check(op);
     int64_t blocks = op->rows / op->block_size;
-#pragma omp parallel num_threads(stream->threads)
+#pragma omp parallel num_threads(team(stream, work(op)))
     {
         struct buffers *buf = thread_workspace(stream);
 #pragma omp for collapse(2) schedule(dynamic)

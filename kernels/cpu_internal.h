@@ -30,6 +30,14 @@ enum { CPU_WORKSPACE_PER_THREAD = 4 << 20 };
 // The calling thread's own CPU_WORKSPACE_PER_THREAD bytes, inside a parallel region of the stream.
 void *thread_workspace(struct stream *stream);
 
+// Threads for an op that goes over so many elements: a team only where it saves more time than it
+// takes to start one, which on a busy machine is long.
+static inline int team(const struct stream *stream, int64_t elements)
+{
+    enum { LEAST_ELEMENTS = 1 << 14 };
+    return elements < LEAST_ELEMENTS ? 1 : stream->threads;
+}
+
 enum { PIECE = 512 }; // elements of a row at a time
 
 // Elements [first, first + n) of a row of fp32 or bf16 as fp32, and back with one rounding.

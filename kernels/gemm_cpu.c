@@ -13,7 +13,8 @@ enum {
     BLOCK_M = 256, // bf16: rows, columns and inner dimension of what is converted at a time
     BLOCK_N = 256,
     BLOCK_K = 512,
-    LEAST_TILE = 64 // rows or columns below which another tile costs more than a thread saves
+    LEAST_TILE = 64,   // rows or columns below which another tile costs more than a thread saves
+    MULTIPLY_ADDS = 16 // in the time of one element of other ops
 };
 
 struct workspace {
@@ -145,7 +146,8 @@ void gemm_cpu(struct stream *stream, const struct gemm *gemm)
     int64_t tile_m = BLOCK_M, tile_n = BLOCK_N;
     if (f32)
         choose_tiles(&g, stream->threads, &tile_m, &tile_n);
-#pragma omp parallel for collapse(2) num_threads(stream->threads) schedule(dynamic)
+    int threads = team(stream, g.m * g.n * g.k / MULTIPLY_ADDS);
+#pragma omp parallel for collapse(2) num_threads(threads) schedule(dynamic)
     for (int64_t row = 0; row < g.m; row += tile_m)
         for (int64_t column = 0; column < g.n; column += tile_n) {
             struct tile tile = {row, min_i64(tile_m, g.m - row), column,

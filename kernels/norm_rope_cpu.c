@@ -78,7 +78,8 @@ void norm_rope_forward_cpu(struct stream *stream, const struct norm_rope *op)
 {
     float buffer[MAX_HEAD_DIM];
     const float *weight = load_weight(op, buffer);
-#pragma omp parallel for num_threads(stream->threads) schedule(static)
+    int threads = team(stream, op->rows * op->heads * op->head_dim);
+#pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < op->rows; row++)
         forward_row(op, weight, row);
 }
@@ -129,7 +130,8 @@ void norm_rope_backward_cpu(struct stream *stream, const struct norm_rope *op)
     const float *weight = load_weight(op, buffer);
     BUG_UNLESS((weight == NULL) == (op->dweight == NULL));
     struct row_parts parts = row_parts_make(op->rows, RMS_NORM_PARTS);
-#pragma omp parallel for num_threads(stream->threads) schedule(static)
+    int threads = team(stream, op->rows * op->heads * op->head_dim);
+#pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t part = 0; part < parts.count; part++) {
         float sums[MAX_HEAD_DIM] = {0};
         for (int64_t row = row_parts_first(&parts, part); row < row_parts_first(&parts, part + 1);

@@ -45,7 +45,7 @@ void adamw_cpu(struct stream *stream, const struct adamw *op)
 {
     BUG_UNLESS(op->step > 0);
     struct adamw_factors factors = adamw_factors_make(op);
-#pragma omp parallel for num_threads(stream->threads) schedule(static)
+#pragma omp parallel for num_threads(team(stream, op->count)) schedule(static)
     for (int64_t first = 0; first < op->count; first += PIECE) {
         int64_t n = min_i64(PIECE, op->count - first);
         float *param = op->param + first;
@@ -76,7 +76,7 @@ void sum_squares_cpu(struct stream *stream, const struct sum_squares *op)
 {
     int64_t size = (op->count + SUM_SQUARES_PARTS - 1) / SUM_SQUARES_PARTS;
     size = (size + PIECE - 1) / PIECE * PIECE;
-#pragma omp parallel for num_threads(stream->threads) schedule(static)
+#pragma omp parallel for num_threads(team(stream, op->count)) schedule(static)
     for (int64_t part = 0; part < SUM_SQUARES_PARTS; part++) {
         int64_t end = min_i64(op->count, (part + 1) * size);
         double sum = 0.0;
@@ -94,7 +94,7 @@ void sum_squares_cpu(struct stream *stream, const struct sum_squares *op)
 
 void convert_cpu(struct stream *stream, const struct convert *op)
 {
-#pragma omp parallel for num_threads(stream->threads) schedule(static)
+#pragma omp parallel for num_threads(team(stream, op->count)) schedule(static)
     for (int64_t first = 0; first < op->count; first += PIECE) {
         float piece[PIECE];
         int64_t n = min_i64(PIECE, op->count - first);

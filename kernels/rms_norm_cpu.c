@@ -50,7 +50,7 @@ static void forward_row(const struct rms_norm *norm, int64_t row)
 
 void rms_norm_forward_cpu(struct stream *stream, const struct rms_norm *norm)
 {
-#pragma omp parallel for num_threads(stream->threads) schedule(static)
+#pragma omp parallel for num_threads(team(stream, norm->rows * norm->width)) schedule(static)
     for (int64_t row = 0; row < norm->rows; row++)
         forward_row(norm, row);
 }
@@ -115,7 +115,7 @@ void rms_norm_backward_cpu(struct stream *stream, const struct rms_norm *norm)
 {
     BUG_UNLESS(!norm->dx_add || norm->dx != norm->dy);
     struct row_parts parts = row_parts_make(norm->rows, RMS_NORM_PARTS);
-#pragma omp parallel for num_threads(stream->threads) schedule(static)
+#pragma omp parallel for num_threads(team(stream, norm->rows * norm->width)) schedule(static)
     for (int64_t part = 0; part < parts.count; part++) {
         float *sums = NULL;
         if (norm->dweight != NULL) {

@@ -20,7 +20,7 @@ static void scale_row(void *to, enum dtype to_type, const void *from, enum dtype
 
 void gather_rows_cpu(struct stream *stream, const struct gather_rows *op)
 {
-#pragma omp parallel for num_threads(stream->threads) schedule(static)
+#pragma omp parallel for num_threads(team(stream, op->rows * op->width)) schedule(static)
     for (int64_t row = 0; row < op->rows; row++) {
         BUG_UNLESS(op->index[row] >= 0 && op->index[row] < op->in_rows);
         scale_row(row_of(op->out, op->out_type, row, op->width), op->out_type,
@@ -32,7 +32,7 @@ void gather_rows_cpu(struct stream *stream, const struct gather_rows *op)
 void scatter_rows_cpu(struct stream *stream, const struct scatter_rows *op)
 {
     size_t row_bytes = (size_t)op->width * dtype_size(op->out_type);
-#pragma omp parallel num_threads(stream->threads)
+#pragma omp parallel num_threads(team(stream, op->out_rows * op->width))
     {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < op->out_rows; row++)
@@ -80,7 +80,8 @@ static void load_plane(const struct context_load *op, int64_t token, int64_t lay
 void context_load_cpu(struct stream *stream, const struct context_load *op)
 {
     size_t token_bytes = (size_t)(op->layers * op->hidden) * dtype_size(op->type);
-#pragma omp parallel for num_threads(stream->threads) schedule(static)
+    int threads = team(stream, op->tokens * op->layers * op->hidden);
+#pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t token = 0; token < op->tokens; token++) {
         if (op->blank != NULL && op->blank[token] != 0) {
             memset((unsigned char *)op->out + (size_t)token * token_bytes, 0, token_bytes);

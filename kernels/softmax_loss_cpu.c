@@ -445,7 +445,7 @@ static void check(const struct softmax_loss *op)
 void softmax_loss_cpu(struct stream *stream, const struct softmax_loss *op)
 {
     check(op);
-#pragma omp parallel for num_threads(stream->threads) schedule(static)
+#pragma omp parallel for num_threads(team(stream, op->rows * op->vocab)) schedule(static)
     for (int64_t r = 0; r < op->rows; r++)
         loss_row(op, r);
 }

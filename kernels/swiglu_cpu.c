@@ -37,7 +37,7 @@ static void forward_row(const struct swiglu *op, int64_t row)
 
 void swiglu_forward_cpu(struct stream *stream, const struct swiglu *op)
 {
-#pragma omp parallel for num_threads(stream->threads) schedule(static)
+#pragma omp parallel for num_threads(team(stream, op->rows * op->width)) schedule(static)
     for (int64_t row = 0; row < op->rows; row++)
         forward_row(op, row);
 }
@@ -73,7 +73,7 @@ static void backward_row(const struct swiglu *op, int64_t row)
 
 void swiglu_backward_cpu(struct stream *stream, const struct swiglu *op)
 {
-#pragma omp parallel for num_threads(stream->threads) schedule(static)
+#pragma omp parallel for num_threads(team(stream, op->rows * op->width)) schedule(static)
     for (int64_t row = 0; row < op->rows; row++)
         backward_row(op, row);
 }
