@@ -136,6 +136,8 @@ def decode_all(args, target, tokenizer, drafter, runner, blocks_file):
                   f"top-2 gap {gap:.2e}, {'a tie' if tie else 'NOT a tie'} at --epsilon {args.epsilon:g}", flush=True)
         for block in blocks if blocks_file else ():
             blocks_file.write(json.dumps({kind: name, "anchor": block.anchor, "accepted": block.accepted}) + "\n")
+        if blocks_file:
+            blocks_file.flush()
     totals.report(args.epsilon, time.time() - started)
     return RUN_FAILED if totals.differences else 0
 

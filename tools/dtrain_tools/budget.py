@@ -7,15 +7,23 @@ goes on with the smaller budget: it does not fall to one document at a time.
 
 import torch
 
+PADDING = 0.05  # a batch ends where it would have more than this share, once it holds a quarter of the budget
+
 
 class Budget:
     def __init__(self, tokens, say):
         self.tokens, self.say = tokens, say
 
     def _take(self, order, at, length_of):
-        """The next documents whose padded batch is within the budget; at least one."""
-        longest = length_of(order[at])
-        return order[at:at + max(1, self.tokens // longest)]
+        """The next documents that fit into the budget with little padding; at least one."""
+        longest, real = length_of(order[at]), 0
+        for count, item in enumerate(order[at:], 1):
+            real += length_of(item)
+            padded = count * longest
+            much = padded - real > PADDING * padded and 4 * padded > self.tokens
+            if count > 1 and (padded > self.tokens or much):
+                return order[at:at + count - 1]
+        return order[at:]
 
     def run(self, items, length_of, work):
         """work(group) for groups that cover every item once; yields (group, result)."""

@@ -347,6 +347,15 @@ class Memory(Case):
         self.assertGreater(min(sizes[:-1]), 8)
         self.assertIn("out of memory", said[0])
 
+    def test_little_padding_and_no_tiny_batches(self):
+        lengths = np.random.default_rng(0).lognormal(5.5, 0.6, 3000).astype(int).tolist()
+        groups = [group for group, _ in Budget(8192, print).run(lengths, lambda n: n, lambda group: group)]
+        padded = [len(group) * max(group) for group in groups]
+        self.assertLess(1 - sum(lengths) / sum(padded), 0.05)
+        self.assertLessEqual(max(padded), 8192)
+        self.assertGreater(min(padded[:-1]), 8192 // 8)
+        self.assertEqual(sorted(n for group in groups for n in group), sorted(lengths))
+
     def test_other_errors_are_not_swallowed(self):
         with self.assertRaises(RuntimeError):
             list(Budget(10, print).run([1], lambda n: n, mock.Mock(side_effect=RuntimeError("shape"))))
