@@ -42,8 +42,9 @@ static int close_test(void **state)
 static void open_run(struct run_folder *run, int64_t step, bool tensorboard)
 {
     struct error err = {""};
+    struct counters resumed = {.step = step, .last_validation = step};
     if (run_folder_open(run, folder, &err) != 0 ||
-        run_folder_start(run, step, tensorboard, &err) != 0)
+        run_folder_start(run, step > 0 ? &resumed : NULL, tensorboard, &err) != 0)
         fail_msg("%s", err.text);
 }
 

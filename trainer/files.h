@@ -13,6 +13,8 @@
 int files_make_folder(const char *path, struct error *err);
 bool files_exists(const char *path);
 bool files_is_folder(const char *path);
+// Two names of one file or folder.
+bool files_same(const char *first, const char *second);
 // Size in bytes, -1: there is none.
 int64_t files_size(const char *path);
 

@@ -3,10 +3,11 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "base/log.h"
 #include "trainer/checkpoint.h"
+#include "trainer/checkpoint_folder.h"
+#include "trainer/files.h"
 
 static int find_path(struct resume *resume, const struct run_folder *folder, struct error *err)
 {
@@ -28,14 +29,16 @@ static int find_path(struct resume *resume, const struct run_folder *folder, str
 }
 
 // Keys that must not change are compared with the config of the checkpoint.
-static int compare_config(const struct resume *resume, const struct session *session,
-                          struct error *err)
+static int compare_config(struct resume *resume, const struct session *session, struct error *err)
 {
     char *path = memory_format("%s/config.yaml", resume->path);
     struct config before;
     config_init(&before);
     int status = config_load(&before, path, NULL, 0, err);
+    resume->failed = status != 0;
     if (status == 0) {
+        if (resume->replan)
+            before.memory = session->config->memory;      // how the step is cut is execution
         config_expand_files(&before, &(struct error){0}); // files may have moved: names decide
         status = config_compare_for_resume(&before, session->config, err);
         if (status != 0)
@@ -46,34 +49,31 @@ static int compare_config(const struct resume *resume, const struct session *ses
     return status;
 }
 
-static int write_frozen(const struct run_folder *folder, const struct session *session,
-                        struct error *err)
+static void put_config(void *context, FILE *out)
 {
-    char *path = memory_format("%s/execution.json", folder->path);
-    int status = execution_write(&session->execution, path, err);
-    free(path);
-    if (status != 0)
-        return -1;
-    path = memory_format("%s/config.yaml", folder->path);
-    FILE *file = fopen(path, "we");
-    if (file == NULL) {
-        status = error_set(err, "%s: can not be written", path);
-    } else {
-        config_write_yaml(session->config, file);
-        if (fclose(file) != 0)
-            status = error_set(err, "%s: can not be written", path);
-    }
-    free(path);
+    config_write_yaml(context, out);
+}
+
+int resume_freeze(const struct run_folder *folder, const struct session *session, struct error *err)
+{
+    char *execution = memory_format("%s/execution.json", folder->path);
+    char *config = memory_format("%s/config.yaml", folder->path);
+    int status = execution_write(&session->execution, execution, err);
+    if (status == 0)
+        status = files_write(config, put_config, session->config, err);
+    free(config);
+    free(execution);
     return status;
 }
 
 // A resumed run obeys what its first start chose, where the config leaves it open.
-static int obey_frozen(const struct resume *resume, struct session *session, struct error *err)
+static int obey_frozen(struct resume *resume, struct session *session, struct error *err)
 {
     char *path = memory_format("%s/execution.json", resume->path);
     struct execution before;
     int status = execution_read(&before, path, err);
     free(path);
+    resume->failed = status != 0;
     if (status != 0)
         return -1;
     const struct memory_config *memory = &session->config->memory;
@@ -99,33 +99,22 @@ static int obey_frozen(const struct resume *resume, struct session *session, str
     return error_prefix(err, "can not resume %s as it was", resume->path);
 }
 
-int resume_find(struct resume *resume, struct run_folder *folder, struct session *session,
+int resume_find(struct resume *resume, const struct run_folder *folder, struct session *session,
                 struct error *err)
 {
     if (find_path(resume, folder, err) != 0)
         return -1;
-    if (resume->path != NULL) {
-        char *done = memory_format("%s/DONE", resume->path);
-        bool complete = access(done, F_OK) == 0;
-        free(done);
-        if (!complete) {
-            struct model_state state;
-            model_state_open(&state, &session->params);
-            resume->failed = true;
-            int status = checkpoint_read(resume->path, &state, NULL, err);
-            model_state_close(&state);
-            return status != 0 ? -1
-                               : error_set(err, "%s: no DONE file: the checkpoint was not finished",
-                                           resume->path);
-        }
-        if (compare_config(resume, session, err) != 0 || obey_frozen(resume, session, err) != 0)
-            return -1;
+    if (resume->path == NULL)
+        return 0;
+    if (checkpoint_check(resume->path, err) != 0) {
+        resume->failed = true;
+        return -1;
     }
-    return write_frozen(folder, session, err);
+    return compare_config(resume, session, err) != 0 ? -1 : obey_frozen(resume, session, err);
 }
 
-int resume_load(const struct resume *resume, const struct session *session,
-                struct model_state *state, struct error *err)
+int resume_load(struct resume *resume, const struct session *session, struct model_state *state,
+                struct error *err)
 {
     size_t bytes = (size_t)session->params.elements * sizeof(float);
     if (resume->path == NULL) {
@@ -137,15 +126,28 @@ int resume_load(const struct resume *resume, const struct session *session,
         return 0;
     }
     uint64_t fingerprint = 0;
-    if (checkpoint_read(resume->path, state, &fingerprint, err) != 0)
+    if (checkpoint_read(resume->path, state, &fingerprint, err) != 0) {
+        resume->failed = true;
         return -1;
-    if (fingerprint != session->train.fingerprint)
+    }
+    if (fingerprint != session_fingerprint(session))
         return error_set(err,
-                         "%s was trained on other data: the documents of data.train have "
-                         "changed since",
-                         resume->path);
+                         "%s was trained on other data: the documents of data.train have changed "
+                         "since, or others of them are left out (%lld are now, as bad by ids or "
+                         "by a verdict file beside their shard)",
+                         resume->path, (long long)session->train.dropped_bad);
     log_info("resuming from %s", resume->path);
     return 0;
+}
+
+bool resume_is_own(const struct resume *resume, const struct run_folder *folder, int64_t step)
+{
+    if (resume->path == NULL)
+        return false;
+    char *own = checkpoint_path(folder->checkpoints, step);
+    bool same = files_same(own, resume->path);
+    free(own);
+    return same;
 }
 
 void resume_release(struct resume *resume)

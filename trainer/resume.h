@@ -9,16 +9,21 @@ struct resume {
     const char *choice; // "auto", "none" or a checkpoint directory
     bool replan;        // accept another execution
     char *path;         // the checkpoint; NULL: start from the beginning
-    bool failed;        // a fault of the checkpoint (status 1), not of the config (status 2)
+    bool failed;        // a fault of the checkpoint (status 1), not of config or data (status 2)
 };
 
-// Finds the checkpoint, compares config and execution with what the run folder froze, and freezes them
-// at the first start. On resume session->execution becomes the frozen one.
-int resume_find(struct resume *resume, struct run_folder *folder, struct session *session,
+// Finds the checkpoint and compares config and execution with what it was made with. On resume
+// session->execution becomes the frozen one. Writes nothing.
+int resume_find(struct resume *resume, const struct run_folder *folder, struct session *session,
                 struct error *err);
-// Fills state: from the checkpoint, or with initial weights.
-int resume_load(const struct resume *resume, const struct session *session,
-                struct model_state *state, struct error *err);
+// Fills state: from the checkpoint, whose data must be the session's, or with initial weights.
+int resume_load(struct resume *resume, const struct session *session, struct model_state *state,
+                struct error *err);
+// Writes execution.json and the resolved config.yaml into the run folder.
+int resume_freeze(const struct run_folder *folder, const struct session *session,
+                  struct error *err);
+// Whether the checkpoint is the run folder's own one of `step`.
+bool resume_is_own(const struct resume *resume, const struct run_folder *folder, int64_t step);
 void resume_release(struct resume *resume);
 
 #endif

@@ -87,21 +87,24 @@ void run_folder_close(struct run_folder *folder)
 
 // ---- metrics.jsonl -------------------------------------------------------------------------------
 
-// Whole, an object, and of a step up to `step`.
-static bool line_is_kept(const char *line, ssize_t length, int64_t step)
+// Whole, an object, and of a step or validation that the counters have behind them.
+static bool line_is_kept(const char *line, ssize_t length, const struct counters *counters)
 {
     if (length < 1 || line[length - 1] != '\n')
         return false; // torn by a kill
     cJSON *object = cJSON_Parse(line);
     const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, "step");
-    bool kept = cJSON_IsNumber(item) && item->valuedouble <= (double)step;
+    int64_t last = cJSON_GetObjectItemCaseSensitive(object, "val_loss") != NULL
+                       ? counters->last_validation
+                       : counters->step;
+    bool kept = cJSON_IsNumber(item) && item->valuedouble <= (double)last;
     cJSON_Delete(object);
     return kept;
 }
 
 struct cut {
     FILE *in;
-    int64_t step;
+    const struct counters *counters;
 };
 
 static void put_kept_lines(void *context, FILE *out)
@@ -110,16 +113,16 @@ static void put_kept_lines(void *context, FILE *out)
     char *line = NULL;
     size_t room = 0;
     for (ssize_t n; (n = getline(&line, &room, cut->in)) >= 0;) {
-        if (line_is_kept(line, n, cut->step))
+        if (line_is_kept(line, n, cut->counters))
             fwrite(line, 1, (size_t)n, out);
     }
     free(line);
 }
 
 // By way of a second file, so that a kill meanwhile loses nothing.
-static int cut_metrics(const char *path, int64_t step, struct error *err)
+static int cut_metrics(const char *path, const struct counters *counters, struct error *err)
 {
-    struct cut cut = {.in = fopen(path, "re"), .step = step};
+    struct cut cut = {.in = fopen(path, "re"), .counters = counters};
     if (cut.in == NULL)
         return errno == ENOENT ? 0 : error_set(err, "%s: can not open: %s", path, strerror(errno));
     char *begun = memory_format("%s.tmp", path);
@@ -131,19 +134,21 @@ static int cut_metrics(const char *path, int64_t step, struct error *err)
     return result;
 }
 
-static int open_metrics(struct run_folder *folder, int64_t step, struct error *err)
+static int open_metrics(struct run_folder *folder, const struct counters *resumed,
+                        struct error *err)
 {
     char *path = memory_format("%s/metrics.jsonl", folder->path);
-    int result = step > 0 ? cut_metrics(path, step, err) : 0;
-    if (result == 0 && (folder->metrics = fopen(path, step > 0 ? "ae" : "we")) == NULL)
+    int result = resumed != NULL ? cut_metrics(path, resumed, err) : 0;
+    if (result == 0 && (folder->metrics = fopen(path, resumed != NULL ? "ae" : "we")) == NULL)
         result = error_set(err, "%s: can not open: %s", path, strerror(errno));
     free(path);
     return result;
 }
 
-int run_folder_start(struct run_folder *folder, int64_t step, bool tensorboard, struct error *err)
+int run_folder_start(struct run_folder *folder, const struct counters *resumed, bool tensorboard,
+                     struct error *err)
 {
-    if (open_metrics(folder, step, err) != 0)
+    if (open_metrics(folder, resumed, err) != 0)
         return -1;
     if (!tensorboard)
         return 0;
@@ -151,6 +156,6 @@ int run_folder_start(struct run_folder *folder, int64_t step, bool tensorboard, 
     int result = event_file_open(&folder->events, path, err);
     free(path);
     if (result == 0)
-        event_file_restart(folder->events, step + 1);
+        event_file_restart(folder->events, resumed != NULL ? resumed->step + 1 : 1);
     return result;
 }

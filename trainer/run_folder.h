@@ -24,9 +24,11 @@ struct run_folder {
 // file.
 int run_folder_open(struct run_folder *folder, const char *path, struct error *err);
 void run_folder_close(struct run_folder *folder);
-// Cuts metrics.jsonl to the whole lines up to `step` (0: the run starts, nothing is kept) and opens it
-// for appending; starts a new event file when tensorboard is wanted.
-int run_folder_start(struct run_folder *folder, int64_t step, bool tensorboard, struct error *err);
+// Opens metrics.jsonl for appending, cut to the whole lines of what a resumed run has behind it: steps
+// and validations up to the counters'. NULL: the run starts, nothing is kept. Starts a new event file
+// when tensorboard is wanted.
+int run_folder_start(struct run_folder *folder, const struct counters *resumed, bool tensorboard,
+                     struct error *err);
 
 // One step's or validation's numbers: names once, here.
 struct step_report {

@@ -5,7 +5,16 @@
 #include <string.h>
 
 #include "base/log.h"
+#include "base/rng.h"
 #include "data/prefetch.h"
+
+static void drop_texts(struct config_texts *texts)
+{
+    for (size_t i = 0; i < texts->count; i++)
+        free(texts->items[i]);
+    free(texts->items);
+    *texts = (struct config_texts){.items = NULL};
+}
 
 int session_config(struct config *config, const char *file, const char *const *sets,
                    size_t set_count, int needs, struct error *err)
@@ -17,9 +26,9 @@ int session_config(struct config *config, const char *file, const char *const *s
     if (config_warnings(config, &warnings) > 0)
         log_warn("%s", warnings.text);
     if ((needs & SESSION_TRAIN) == 0)
-        config->data.train.count = 0;
+        drop_texts(&config->data.train);
     if ((needs & SESSION_VAL) == 0)
-        config->data.val.count = 0;
+        drop_texts(&config->data.val);
     if (config_check_files(config, err) != 0)
         return -1;
     return config_expand_files(config, err);
@@ -178,6 +187,46 @@ struct step_setup session_step_setup(const struct session *session, bool trainin
                                .last_plane = session->last_plane,
                                .last_hidden = session_documents(session)->last_hidden,
                                .training = training};
+}
+
+uint64_t session_fingerprint(const struct session *session)
+{
+    return rng_mix(session->train.fingerprint, session->train.kept_fingerprint);
+}
+
+void session_pack_epoch(void *session, uint64_t epoch, struct packing *packing)
+{
+    const struct session *s = session;
+    packing_make(packing, &s->train, s->config->data.seq_len, (uint64_t)s->config->run.seed, epoch,
+                 true);
+}
+
+void session_count_steps(const struct session *session, struct session_steps *steps)
+{
+    const struct config *config = session->config;
+    int64_t per_step = config->data.rows_per_step, most = config->run.max_steps;
+    size_t capacity = 0;
+    *steps = (struct session_steps){.epoch_rows = NULL};
+    while (steps->epochs < (uint64_t)config->run.epochs && (most == 0 || steps->total < most)) {
+        struct packing packing;
+        session_pack_epoch((void *)session, steps->epochs, &packing);
+        if (steps->epochs == capacity) {
+            capacity = 2 * capacity + 16;
+            steps->epoch_rows =
+                memory_resize(steps->epoch_rows, capacity, sizeof(*steps->epoch_rows));
+        }
+        steps->epoch_rows[steps->epochs++] = packing.rows;
+        steps->total += (packing.rows + per_step - 1) / per_step;
+        packing_release(&packing);
+    }
+    if (most > 0 && steps->total > most)
+        steps->total = most;
+}
+
+void session_steps_release(struct session_steps *steps)
+{
+    free(steps->epoch_rows);
+    *steps = (struct session_steps){.epoch_rows = NULL};
 }
 
 struct validation_rows {

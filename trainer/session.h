@@ -2,6 +2,7 @@
 #ifndef TRAINER_SESSION_H
 #define TRAINER_SESSION_H
 
+#include "data/packing.h"
 #include "trainer/step.h"
 
 enum session_needs {
@@ -15,8 +16,8 @@ struct session {
     struct documents train, val;
     bool has_train, has_val;
     int32_t plane[DFLASH_MAX_LAYERS];
-    int64_t features;      // L in use
-    int32_t last_plane;    // -1: none
+    int64_t features;   // L in use
+    int32_t last_plane; // -1: none
     struct dflash_sizes sizes;
     struct params params;
     const struct backend *backend;
@@ -35,7 +36,22 @@ int session_open(struct session *session, struct config *config, int needs, stru
 void session_close(struct session *session);
 // Documents whose planes, head and so on a step is set up for: train if open, else val.
 const struct documents *session_documents(const struct session *session);
+// What a resumed run must find again: all training documents, and which of them are trained on.
+uint64_t session_fingerprint(const struct session *session);
 struct step_setup session_step_setup(const struct session *session, bool training);
+
+// A prefetch_epoch_fn: the rows of a training epoch; context is the session.
+void session_pack_epoch(void *session, uint64_t epoch, struct packing *packing);
+
+// The steps of the config's epochs, or the first run.max_steps of them. A step never crosses an epoch's
+// end.
+struct session_steps {
+    int64_t *epoch_rows; // [epochs] packed rows
+    uint64_t epochs;     // that the steps need
+    int64_t total;
+};
+void session_count_steps(const struct session *session, struct session_steps *steps);
+void session_steps_release(struct session_steps *steps);
 
 // Rows of the validation shards: the documents' own order, `rows` at most (0: all). Scores them with
 // `step` and adds up. Returns 0, 1 when stopped, -1 with err.

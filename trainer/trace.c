@@ -266,13 +266,6 @@ static int write_trace(struct trace *trace, const char *path, struct error *err)
     return safetensors_writer_close(file.writer, true, err);
 }
 
-static void pack_first(void *context, uint64_t epoch, struct packing *packing)
-{
-    const struct trace *trace = context;
-    packing_make(packing, &trace->session.train, trace->config.data.seq_len,
-                 (uint64_t)trace->config.run.seed, epoch, true);
-}
-
 // The rows of the step that follows the counters.
 static int run_rows(struct trace *trace, struct error *err)
 {
@@ -286,7 +279,7 @@ static int run_rows(struct trace *trace, struct error *err)
     struct prefetch *prefetch = NULL;
     int status = source_open_shards(&source, &trace->session.train, config->data.check_crc, err);
     if (status == 0)
-        status = prefetch_open(&prefetch, source, &options, pack_first, trace,
+        status = prefetch_open(&prefetch, source, &options, session_pack_epoch, &trace->session,
                                (uint64_t)counters->epoch, counters->row, 1, err);
     for (int64_t r = 0; r < config->data.rows_per_step && status >= 0; r++) {
         struct row *row = NULL;
@@ -341,9 +334,11 @@ static int run_trace(struct trace *trace, const struct options *options, struct 
     if (run_rows(trace, err) != 0)
         return -1;
     keep_gradients(trace);
-    int64_t total = trace->config.run.max_steps > 0 ? trace->config.run.max_steps : 1;
+    struct session_steps steps;
+    session_count_steps(&trace->session, &steps);
     trace->lr = schedule_lr(&trace->config.schedule, trace->config.optimizer.lr,
-                            trace->before.counters.step + 1, total);
+                            trace->before.counters.step + 1, steps.total);
+    session_steps_release(&steps);
     trace->after.counters.applied = trace->before.counters.applied + 1;
     step_apply(&trace->step, trace->lr, trace->after.counters.applied, &trace->outcome);
     step_save(&trace->step, &trace->after);

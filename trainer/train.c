@@ -31,41 +31,12 @@ struct run {
     struct source *source;
     struct prefetch *prefetch;
     struct counters counters;
-    int64_t *epoch_rows; // [epochs] packed rows
-    uint64_t epochs;     // that the steps need
-    int64_t total_steps;
+    struct session_steps steps;
     int64_t saved_step; // newest step handed to the writer
     uint64_t step_docs[NAMED_DOCUMENTS];
     int64_t step_doc_count;
     double wait_seconds, read_seconds, read_bytes, save_seconds; // of the running step
 };
-
-static void pack_epoch(void *context, uint64_t epoch, struct packing *packing)
-{
-    const struct run *run = context;
-    packing_make(packing, &run->session.train, run->config.data.seq_len,
-                 (uint64_t)run->config.run.seed, epoch, true);
-}
-
-// Rows of every epoch that is needed, and the number of steps. A step never crosses an epoch's end.
-static void count_steps(struct run *run)
-{
-    const struct config *config = &run->config;
-    int64_t per_step = config->data.rows_per_step;
-    run->epoch_rows = memory_alloc((size_t)config->run.epochs, sizeof(*run->epoch_rows));
-    for (int64_t epoch = 0; epoch < config->run.epochs; epoch++) {
-        struct packing packing;
-        pack_epoch(run, (uint64_t)epoch, &packing);
-        run->epoch_rows[epoch] = packing.rows;
-        run->total_steps += (packing.rows + per_step - 1) / per_step;
-        packing_release(&packing);
-        run->epochs++;
-        if (config->run.max_steps > 0 && run->total_steps >= config->run.max_steps)
-            break;
-    }
-    if (config->run.max_steps > 0 && run->total_steps > config->run.max_steps)
-        run->total_steps = config->run.max_steps;
-}
 
 static double peak_memory(void)
 {
@@ -93,7 +64,7 @@ static void describe_start(const struct run *run)
              "%lld threads, %.2f GB planned",
              e->device, e->hardware, e->compute, (long long)e->group_rows, (long long)e->chunk_rows,
              e->recompute, (long long)e->threads, (double)run->step.arena.bytes * 1e-9);
-    log_info("steps: %lld, from step %lld", (long long)run->total_steps,
+    log_info("steps: %lld, from step %lld", (long long)run->steps.total,
              (long long)run->counters.step + 1);
 }
 
@@ -109,22 +80,28 @@ static int open_prefetch(struct run *run, struct error *err)
     if (source_open_shards(&run->source, &run->session.train, config->data.check_crc, err) != 0)
         return -1;
     uint64_t epoch = (uint64_t)run->counters.epoch;
-    if (epoch >= run->epochs)
+    if (epoch >= run->steps.epochs)
         return 0; // everything has been read
-    return prefetch_open(&run->prefetch, run->source, &options, pack_epoch, run, epoch,
-                         run->counters.row, run->epochs - epoch, err);
+    return prefetch_open(&run->prefetch, run->source, &options, session_pack_epoch, &run->session,
+                         epoch, run->counters.row, run->steps.epochs - epoch, err);
 }
 
-// Too many bad documents? With `skip` they are left out one by one.
+// Too many bad documents? Those left out at the start count in every epoch, those met while reading
+// when they are met: a document that is bad is met once an epoch.
 static int check_bad_fraction(const struct run *run, struct error *err)
 {
-    double bad = (double)run->counters.bad_documents, seen = (double)run->session.train.count;
-    if (bad <= run->config.data.max_bad_fraction * seen)
+    const struct documents *documents = &run->session.train;
+    const struct counters *c = &run->counters;
+    double epochs = (double)(c->epoch + (c->row > 0 || c->step == 0)); // begun
+    double dropped = (double)documents->dropped_bad;
+    double bad = dropped + (double)c->bad_documents / epochs,
+           all = dropped + (double)documents->count;
+    if (bad <= run->config.data.max_bad_fraction * all)
         return 0;
     return error_set(err,
                      "%.0f of %.0f documents have bad values, more than data.max_bad_fraction %g "
                      "allows; look at them with: dtrain data check FILE...",
-                     bad, seen, run->config.data.max_bad_fraction);
+                     bad, all, run->config.data.max_bad_fraction);
 }
 
 static void remember_documents(struct run *run, const struct row *row)
@@ -178,7 +155,7 @@ static void count_step(struct run *run, int64_t rows, const struct step_outcome 
     struct counters *c = &run->counters;
     c->step++;
     c->row += rows;
-    if (c->row >= run->epoch_rows[c->epoch]) {
+    if (c->row >= run->steps.epoch_rows[c->epoch]) {
         c->epoch++;
         c->row = 0;
     }
@@ -198,7 +175,7 @@ static int report_step(struct run *run, const struct step_outcome *outcome, int6
         weights[term] = (double)run->step.loss.weight[term];
     const struct step_seconds *part = &run->step.seconds;
     struct step_report report = {.step = run->counters.step,
-                                 .total_steps = run->total_steps,
+                                 .total_steps = run->steps.total,
                                  .epoch = epoch,
                                  .metrics = &run->step.metrics,
                                  .normalize = run->config.loss.normalize,
@@ -227,14 +204,14 @@ static int run_step(struct run *run, struct error *err)
 {
     double start = timer_now();
     struct counters *c = &run->counters;
-    int64_t rows = run->epoch_rows[c->epoch] - c->row, epoch = c->epoch;
+    int64_t rows = run->steps.epoch_rows[c->epoch] - c->row, epoch = c->epoch;
     if (rows > run->config.data.rows_per_step)
         rows = run->config.data.rows_per_step;
     int status = run_rows(run, rows, err);
     if (status != 0)
         return status;
     double lr =
-        schedule_lr(&run->config.schedule, run->config.optimizer.lr, c->step + 1, run->total_steps);
+        schedule_lr(&run->config.schedule, run->config.optimizer.lr, c->step + 1, run->steps.total);
     struct step_outcome outcome;
     step_apply(&run->step, lr, c->applied + 1, &outcome);
     if (outcome.nonfinite)
@@ -307,7 +284,7 @@ static bool validation_due(const struct run *run)
         return false;
     if (c->step == 0)
         return run->config.validation.at_start;
-    if (c->step == run->total_steps)
+    if (c->step == run->steps.total)
         return true;
     return run->config.validation.every > 0 && c->step % run->config.validation.every == 0;
 }
@@ -330,7 +307,7 @@ static int after_step(struct run *run, struct error *err)
     }
     if (best && run->config.checkpoint.best)
         save(run, true);
-    else if (step > 0 && ((every > 0 && step % every == 0) || step == run->total_steps))
+    else if (step > 0 && ((every > 0 && step % every == 0) || step == run->steps.total))
         save(run, false);
     return 0;
 }
@@ -339,7 +316,7 @@ static int after_step(struct run *run, struct error *err)
 static int loop(struct run *run, struct error *err)
 {
     int status = after_step(run, err);
-    while (status == 0 && run->counters.step < run->total_steps && !patience_ends(run)) {
+    while (status == 0 && run->counters.step < run->steps.total && !patience_ends(run)) {
         status = signals_received() != 0 ? 1 : run_step(run, err);
         if (status == 0)
             status = after_step(run, err);
@@ -355,6 +332,55 @@ static int loop(struct run *run, struct error *err)
         return EXIT_DONE;
     log_info("signal %d: stopping at step %lld", signals_received(), (long long)run->counters.step);
     return EXIT_STOPPED;
+}
+
+// Weights and moments, from a checkpoint or new. *status as in open_run.
+static int load_state(struct run *run, struct resume *resume, int *status, struct error *err)
+{
+    struct session *session = &run->session;
+    struct step_setup setup = session_step_setup(session, true);
+    if (step_open(&run->step, &setup, err) != 0)
+        return -1;
+    run->step.stop = signals_stop;
+    struct model_state *state = checkpoint_writer_snapshot(run->writer);
+    if (resume_load(resume, session, state, err) != 0) {
+        *status = resume->failed ? EXIT_FAILED : EXIT_REFUSED;
+        return -1;
+    }
+    run->counters = state->counters;
+    run->saved_step =
+        resume_is_own(resume, &run->folder, state->counters.step) ? state->counters.step : -1;
+    step_load(&run->step, state);
+    return 0;
+}
+
+// Where the run begins, once its folder is open. *status as in open_run.
+static int start_run(struct run *run, struct resume *resume, int *status, struct error *err)
+{
+    struct config *config = &run->config;
+    struct session *session = &run->session;
+    if (resume_find(resume, &run->folder, session, err) != 0) {
+        *status = resume->failed ? EXIT_FAILED : EXIT_REFUSED;
+        return -1;
+    }
+    run->info = (struct checkpoint_info){.config = config,
+                                         .execution = &session->execution,
+                                         .sizes = &session->sizes,
+                                         .target = &session->target,
+                                         .target_name = session->target_name,
+                                         .data_fingerprint = session_fingerprint(session),
+                                         .command = run->options->command};
+    if (checkpoint_writer_open(&run->writer, run->folder.checkpoints, &session->params, &run->info,
+                               config->checkpoint.keep, config->checkpoint.background, err) != 0 ||
+        load_state(run, resume, status, err) != 0 || check_bad_fraction(run, err) != 0)
+        return -1;
+    session_count_steps(session, &run->steps);
+    *status = EXIT_FAILED;
+    if (resume_freeze(&run->folder, session, err) != 0 ||
+        run_folder_start(&run->folder, resume->path != NULL ? &run->counters : NULL,
+                         config->log.tensorboard, err) != 0)
+        return -1;
+    return open_prefetch(run, err);
 }
 
 // From the config to a run that is ready for its first step. Every fault is a refusal (status 2)
@@ -376,38 +402,9 @@ static int open_run(struct run *run, int *status, struct error *err)
     if (run_folder_open(&run->folder, config->run.dir, err) != 0)
         return -1;
     struct resume resume = {.choice = options->resume, .replan = options->replan};
-    if (resume_find(&resume, &run->folder, session, err) != 0) {
-        *status = resume.failed ? EXIT_FAILED : EXIT_REFUSED;
-        return -1;
-    }
-    run->info = (struct checkpoint_info){.config = config,
-                                         .execution = &session->execution,
-                                         .sizes = &session->sizes,
-                                         .target = &session->target,
-                                         .target_name = session->target_name,
-                                         .data_fingerprint = session->train.fingerprint,
-                                         .command = options->command};
-    if (checkpoint_writer_open(&run->writer, run->folder.checkpoints, &session->params, &run->info,
-                               config->checkpoint.keep, config->checkpoint.background, err) != 0)
-        return -1;
-    struct step_setup setup = session_step_setup(session, true);
-    if (step_open(&run->step, &setup, err) != 0)
-        return -1;
-    run->step.stop = signals_stop;
-    struct model_state *state = checkpoint_writer_snapshot(run->writer);
-    if (resume_load(&resume, session, state, err) != 0) {
-        *status = EXIT_FAILED;
-        return -1;
-    }
-    run->counters = state->counters;
-    run->saved_step = resume.path != NULL ? state->counters.step : -1;
-    step_load(&run->step, state);
+    int result = start_run(run, &resume, status, err);
     resume_release(&resume);
-    count_steps(run);
-    *status = EXIT_FAILED;
-    return run_folder_start(&run->folder, run->counters.step, config->log.tensorboard, err) != 0
-               ? -1
-               : open_prefetch(run, err);
+    return result;
 }
 
 static void close_run(struct run *run)
@@ -422,7 +419,7 @@ static void close_run(struct run *run)
     run_folder_close(&run->folder);
     session_close(&run->session);
     config_release(&run->config);
-    free(run->epoch_rows);
+    session_steps_release(&run->steps);
 }
 
 int command_train(const struct options *options)
