@@ -26,7 +26,7 @@ BOS, EOS, MASK, PAD, VOCAB = 256, 257, 258, 259, 260
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}"
-    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}\n"
 )
 
 
