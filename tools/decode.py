@@ -67,8 +67,12 @@ def texts_of_shards(args):
     import numpy as np
     count = 0
     for path in args.shard:
-        with h5py.File(path, "r") as file:
-            ids, mask, offsets = (file[name][:] for name in ("input_ids", "loss_mask", "doc_offsets"))
+        try:
+            file = h5py.File(path, "r")
+            ids, mask, offsets, names = (file[n][:] for n in ("input_ids", "loss_mask", "doc_offsets", "doc_id"))
+        except (OSError, KeyError) as error:
+            raise InputError(f"{path}: not a feature shard with doc_id: {error}") from error
+        with file:
             for number, (begin, end) in enumerate(zip(offsets[:-1], offsets[1:])):
                 if count == args.limit:
                     return
@@ -78,7 +82,7 @@ def texts_of_shards(args):
                 first = int(np.argmax(marks))
                 length = int(np.argmin(np.append(marks[first:], 0)))
                 count += 1
-                yield ("doc_id", int(file["doc_id"][number])), some[:first], length, some[first:first + length]
+                yield ("doc_id", int(names[number])), some[:first], length, some[first:first + length]
 
 
 class Totals:

@@ -104,8 +104,11 @@ def choose_layers(args, target):
 
 def load_template(args, tokenizer, target):
     if args.chat_template:
-        with open(args.chat_template, encoding="utf-8") as file:
-            tokenizer.chat_template = file.read()
+        try:
+            with open(args.chat_template, encoding="utf-8") as file:
+                tokenizer.chat_template = file.read()
+        except OSError as error:
+            raise InputError(f"--chat-template {args.chat_template}: {error.strerror}") from error
     thinking = None if args.thinking is None else args.thinking == "on"
     return Template(tokenizer, target.end_ids(tokenizer), thinking, args.supervise)
 

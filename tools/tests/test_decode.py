@@ -235,6 +235,12 @@ class Decoding(Case):
         self.assertEqual(status, 0, printed)
         self.assertIn("0 differences", printed)
 
+    def test_a_file_that_is_no_shard_is_refused(self):
+        drafter = save_drafter(os.path.join(self.folder, "for-no-shard"))
+        status, printed = self.run_decode("--drafter", drafter, "--shard", __file__)
+        self.assertEqual(status, 2, printed)
+        self.assertIn("not a feature shard", printed)
+
     def test_faults_of_the_export_are_named(self):
         for changes, word in (({"rope_theta": None}, "rope_theta"), ({"block_size": None}, "block_size"),
                               ({"layer_types": ["sliding_attention"] * 2}, "sliding_window"),
