@@ -10,8 +10,11 @@
 
 #include "base/bf16.h"
 #include "base/rng.h"
+#include "data/safetensors.h"
 #include "drafter/dflash_internal.h"
+#include "tests/support/config_files.h"
 #include "tests/support/step_fixture.h"
+#include "trainer/checkpoint.h"
 
 #define COUNT(list) (sizeof(list) / sizeof(*(list)))
 #define FIXTURE(f, seed_value, ...)                                                                \
@@ -529,35 +532,98 @@ static void push(struct step_fixture *f, int64_t first, int64_t steps)
     }
 }
 
-static void norms_move(void **state)
+// All weights moved alike: norms by their gradient alone, matrices by decay too.
+static void check_moved(const struct step_fixture *f)
 {
-    (void)state;
-    FIXTURE(f, 51, "run.compute=bf16", "optimizer.grad_clip=0", "optimizer.weight_decay=0.1");
-    int64_t n = f.params.elements;
-    for (int64_t i = 0; i < n; i++)
-        f.state.master[i] = 1.0f;
-    step_fixture_open(&f);
-    push(&f, 1, 100);
-    for (size_t p = 0; p < f.params.count; p++) {
-        const struct param *param = &f.params.items[p];
-        double value = (double)f.step.master[param->offset];
-        float stored = bf16_to_float(((const bf16 *)f.step.weights)[param->offset]);
+    for (size_t p = 0; p < f->params.count; p++) {
+        const struct param *param = &f->params.items[p];
+        double value = (double)f->step.master[param->offset];
+        float stored = bf16_to_float(((const bf16 *)f->step.weights)[param->offset]);
         assert_true(stored == bf16_to_float(bf16_from_float((float)value)));
-        if (!param->norm) // decays towards 0 as well
+        if (!param->norm)
             assert_true(value < 0.895);
         if (param->norm && (!(fabs(value - 0.9) <= 1e-4) || stored != 0.8984375f))
             fail_msg("%s: %.7f, %.7f in bf16", param->name, value, (double)stored);
     }
-    float *whole = copy_floats(f.step.master, n);
+}
 
-    // The same with everything but the state forgotten after 50.
+// Writes a checkpoint after `step` steps; the path is the caller's.
+static char *write_checkpoint(struct step_fixture *f, const struct config_folder *folder,
+                              int64_t step)
+{
+    struct error err = {0};
+    struct checkpoint_info info = {.config = &f->config,
+                                   .execution = &f->execution,
+                                   .sizes = &f->sizes,
+                                   .target = &f->target,
+                                   .target_name = "made up",
+                                   .command = "test"};
+    char name[32];
+    step_save(&f->step, &f->state);
+    f->state.counters.step = step;
+    if (checkpoint_write(folder->path, &f->state, &info, &err) != 0)
+        fail_msg("%s", err.text);
+    snprintf(name, sizeof(name), "step-%08lld", (long long)step);
+    return config_folder_path(folder, name);
+}
+
+static void check_exported_norm(const char *checkpoint)
+{
+    struct safetensors file;
+    struct error err = {0};
+    char *path = memory_format("%s/model.safetensors", checkpoint);
+    assert_int_equal(safetensors_open(&file, path, &err), 0);
+    const struct safetensors_entry *norm = safetensors_find(&file, "norm.weight");
+    bf16 value;
+    assert_non_null(norm);
+    assert_string_equal(norm->dtype, "BF16");
+    memcpy(&value, norm->bytes, sizeof(value));
+    assert_true(bf16_to_float(value) == 0.8984375f);
+    safetensors_close(&file);
+    free(path);
+}
+
+static void norms_move(void **state)
+{
+    (void)state;
+    FIXTURE(f, 51, "run.compute=bf16", "optimizer.grad_clip=0", "optimizer.weight_decay=0.1");
+    struct config_folder folder;
+    struct error err = {0};
+    int64_t n = f.params.elements;
+    float *ones = copy_floats(f.state.master, n);
+    config_folder_open(&folder);
+    for (int64_t i = 0; i < n; i++)
+        ones[i] = 1.0f;
+    memcpy(f.state.master, ones, (size_t)n * sizeof(float));
+    step_fixture_open(&f);
+    push(&f, 1, 100);
+    check_moved(&f);
+    float *whole = copy_floats(f.step.master, n);
+    char *path = write_checkpoint(&f, &folder, 100);
+    check_exported_norm(path);
+    free(path);
+
+    // The same with everything but a checkpoint forgotten after 50.
+    memcpy(f.state.master, ones, (size_t)n * sizeof(float));
+    memset(f.state.m, 0, (size_t)n * sizeof(float));
+    memset(f.state.v, 0, (size_t)n * sizeof(float));
     step_fixture_open(&f);
     push(&f, 1, 50);
-    step_save(&f.step, &f.state);
+    path = write_checkpoint(&f, &folder, 50);
+    model_state_close(&f.state);
+    model_state_open(&f.state, &f.params);
+    if (checkpoint_read(path, &f.state, NULL, &err) != 0)
+        fail_msg("%s", err.text);
     step_fixture_open(&f);
     push(&f, 51, 50);
-    assert_memory_equal(f.step.master, whole, (size_t)n * sizeof(float));
+    for (size_t p = 0; p < f.params.count; p++)
+        assert_memory_equal(f.step.master + f.params.items[p].offset,
+                            whole + f.params.items[p].offset,
+                            (size_t)f.params.items[p].count * sizeof(float));
+    free(path);
     free(whole);
+    free(ones);
+    config_folder_close(&folder);
     step_fixture_release(&f);
 }
 

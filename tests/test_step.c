@@ -439,16 +439,52 @@ static void one_batch_can_be_learned(void **state)
 
 // ---- scoring
 
-struct sum {
-    double blocks, accepted;
+enum { MOST_TOKENS = 200 };
+
+// What the walk over a row is to find.
+struct visits {
+    const struct row *row;
+    int32_t accepted[MOST_TOKENS]; // of the block at each position; -1: no anchor
+    double blocks, tokens;
 };
 
-static void add_visit(void *context, uint64_t doc_id, int32_t position, int32_t accepted)
+// Leading slots that agree, by the slots that an observer saw.
+static void expect_accepted(const struct step_fixture *f, const int32_t *all, int64_t count,
+                            struct visits *visits)
 {
-    struct sum *sum = context;
-    (void)doc_id, (void)position;
-    sum->blocks += 1.0;
-    sum->accepted += (double)accepted;
+    for (int64_t t = 0; t < MOST_TOKENS; t++)
+        visits->accepted[t] = -1;
+    for (int64_t b = 0; b < count; b++)
+        visits->accepted[all[b]] = 0;
+    for (int64_t i = 0; i < f->seen_count; i++) {
+        const struct seen_slot *slot = &f->seen[i];
+        int32_t *accepted = &visits->accepted[all[slot->block]];
+        *accepted += *accepted == slot->slot - 1 && slot->student_argmax == slot->teacher_argmax;
+    }
+}
+
+static void check_visit(void *context, uint64_t doc_id, int32_t position, int32_t accepted)
+{
+    struct visits *visits = context;
+    int64_t document = (int64_t)(doc_id - visits->row->doc_ids[0]);
+    int64_t t = visits->row->doc_offsets[document] + position;
+    assert_int_equal(accepted, visits->accepted[t]);
+    visits->blocks += 1.0;
+    visits->tokens += (double)accepted + 1.0;
+}
+
+// Makes the student right at some places: there the teacher says what the student says.
+static void let_teacher_agree(struct step_fixture *f, struct row *row, const int32_t *all,
+                              int64_t count)
+{
+    step_fixture_run(f, row, all, count);
+    for (int64_t i = 0; i < f->seen_count; i++) {
+        const struct seen_slot *slot = &f->seen[i];
+        bf16 *last = row->hidden + (slot->teacher_row * row->planes + f->last_plane) * 8;
+        if (slot->block % 3 != 0)
+            for (int64_t h = 0; h < 8; h++)
+                last[h] = bf16_from_float(f->head[slot->student_argmax * 8 + h]);
+    }
 }
 
 // Scoring sees every valid anchor, says of each what training says there, and leaves the step alone.
@@ -459,21 +495,23 @@ static void scoring_agrees_with_training(void **state)
     struct row row;
     struct metrics metrics = {0};
     struct walk walk = {0};
-    struct sum visits = {0};
-    int32_t all[200];
+    struct visits visits = {.row = &row};
+    int32_t all[MOST_TOKENS];
     open_fixture(&f, &row, 1.0, NULL, 0);
     cut(&f, 6 * BLOCK, 64, "layer");
     int64_t count = anchors_all(&row, &f.step.layout, all);
+    let_teacher_agree(&f, &row, all, count);
     step_fixture_run(&f, &row, all, count);
+    expect_accepted(&f, all, count, &visits);
     float *gradient = copy_gradient(&f);
     struct metrics trained = f.step.metrics;
-    assert_int_equal(step_evaluate(&f.step, &row, &metrics, &walk, add_visit, &visits), 0);
+    assert_int_equal(step_evaluate(&f.step, &row, &metrics, &walk, check_visit, &visits), 0);
     assert_true(metrics.loss == trained.loss && metrics.slots == trained.slots);
     assert_true(metrics.accepted == trained.accepted && metrics.blocks == trained.blocks);
     assert_true(metrics.overlap == trained.overlap && metrics.covered == trained.covered);
     assert_true(metrics.valid_anchors == (double)count);
-    assert_true(visits.blocks > 0.0 && visits.blocks == walk.blocks);
-    assert_true(walk.tokens == visits.blocks + visits.accepted);
+    assert_true(visits.blocks > 10.0 && visits.blocks == walk.blocks);
+    assert_true(visits.tokens > visits.blocks && visits.tokens == walk.tokens);
     assert_memory_equal(f.step.grads, gradient, (size_t)f.params.elements * sizeof(float));
     assert_true(f.step.metrics.loss == trained.loss && f.step.metrics.rows == trained.rows);
     free(gradient);
