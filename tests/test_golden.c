@@ -1,6 +1,6 @@
 // Whole steps against files made in float64 by tests/reference: config, target, rows, anchors,
 // parameters and moments from the file; every slot, gradient and updated weight compared with it.
-#include <dirent.h>
+#include <glob.h>
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -500,26 +500,18 @@ int main(void)
 {
     static struct CMUnitTest tests[MOST_FILES + 1];
     size_t count = 0;
-    DIR *directory = opendir(GOLDEN);
-    if (directory == NULL)
+    glob_t found;
+    if (glob(GOLDEN "/*.safetensors", 0, NULL, &found) != 0 || found.gl_pathc > MOST_FILES)
         return 1;
-    for (struct dirent *entry; (entry = readdir(directory)) != NULL && count < MOST_FILES;) {
-        char *path = memory_format(GOLDEN "/%s", entry->d_name);
-        if (strstr(path, ".safetensors") != NULL && is_step(path))
-            tests[count++] = (struct CMUnitTest){.name = memory_strdup(entry->d_name),
+    for (size_t i = 0; i < found.gl_pathc; i++)
+        if (is_step(found.gl_pathv[i]))
+            tests[count++] = (struct CMUnitTest){.name = strrchr(found.gl_pathv[i], '/') + 1,
                                                  .test_func = recorded_step,
-                                                 .initial_state = path};
-        else
-            free(path);
-    }
-    closedir(directory);
+                                                 .initial_state = found.gl_pathv[i]};
     if (count < LEAST_STEPS) // a file that does not open would go unseen
         return 1;
     tests[count++] = (struct CMUnitTest)cmocka_unit_test(recorded_terms);
     int failed = _cmocka_run_group_tests("golden", tests, count, NULL, NULL);
-    for (size_t i = 0; i + 1 < count; i++) {
-        free((void *)(uintptr_t)tests[i].name);
-        free(tests[i].initial_state);
-    }
+    globfree(&found);
     return failed;
 }
