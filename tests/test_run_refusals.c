@@ -1,0 +1,324 @@
+// What the program refuses, with which status and words: command lines, configs, run folders in use or
+// not usable, resumes that would not be resumes.
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "base/memory.h"
+#include "tests/support/run_fixture.h"
+#include "trainer/files.h"
+
+static struct run_fixture fixture;
+
+// A short run that tests resume from: 8 steps, saved at 4 and 8.
+static int open_all(void **state)
+{
+    (void)state;
+    run_fixture_open(&fixture);
+    run_fixture_set(&fixture, "run.max_steps=8");
+    run_fixture_set(&fixture, "data.val=[val.h5]");
+    return run_train(&fixture, "run", NULL);
+}
+
+static int close_all(void **state)
+{
+    (void)state;
+    run_fixture_close(&fixture);
+    return 0;
+}
+
+static void write_text(const char *path, const char *text)
+{
+    struct error err = {""};
+    if (files_write_text(path, text, &err) != 0)
+        fail_msg("%s", err.text);
+}
+
+// ---- command lines -------------------------------------------------------------------------------
+
+enum { MOST_WORDS = 8 };
+
+static const struct command_line {
+    const char *says;
+    const char *words[MOST_WORDS];
+} bad_command_lines[] = {
+    {"--help", {NULL}},
+    {"unknown command trian; did you mean train?", {"trian"}},
+    {"unknown command data", {"data"}},
+    {"unknown command data", {"data", "chek", "x.h5"}},
+    {"--config is required", {"train"}},
+    {"--config is required", {"--resume", "auto"}},
+    {"unrecognized option", {"--confg", "x.yaml"}},
+    {"requires an argument", {"--config"}},
+    {"no option --blocks", {"--config", "x.yaml", "--blocks", "y"}},
+    {"unexpected word extra", {"--config", "x.yaml", "extra"}},
+    {"--checkpoint is required", {"eval", "--config", "x.yaml"}},
+    {"--rows: not a number", {"eval", "--rows", "many"}},
+    {"--rows: not a number", {"eval", "--rows", "-1"}},
+    {"--out is required", {"trace", "--config", "x.yaml"}},
+    {"--format is required", {"export", "--checkpoint", "x", "--out", "y"}},
+    {"name the shards", {"data", "check"}},
+    {"name the shards", {"data", "stats"}},
+    {"there-is-none.yaml", {"--config", "there-is-none.yaml"}},
+    {"there-is-none.yaml", {"eval", "--config", "there-is-none.yaml", "--checkpoint", "x"}},
+    {"there-is-none.yaml", {"plan", "--config", "there-is-none.yaml"}},
+    {"there-is-none.yaml", {"trace", "--config", "there-is-none.yaml", "--out", "x"}},
+};
+
+static void bad_command_lines_are_refused(void **state)
+{
+    (void)state;
+    for (size_t i = 0; i < sizeof(bad_command_lines) / sizeof(*bad_command_lines); i++) {
+        const struct command_line *line = &bad_command_lines[i];
+        int status = program_run(run_path(&fixture, "line.out"), line->words);
+        if (status != 2)
+            fail_msg("status %d, where '%s' is expected", status, line->says);
+        run_must_say(&fixture, "line", line->says);
+    }
+}
+
+static void questions_are_answered(void **state)
+{
+    (void)state;
+    static const struct command_line asked[] = {
+        {"Exit status", {"--help"}},          {"dtrain 0.", {"--version"}},
+        {"--checkpoint", {"eval", "--help"}}, {"--target", {"data", "check", "--help"}},
+        {"max_anchors", {"config"}},
+    };
+    for (size_t i = 0; i < sizeof(asked) / sizeof(*asked); i++) {
+        assert_int_equal(program_run(run_path(&fixture, "asked.out"), asked[i].words), 0);
+        run_must_say(&fixture, "asked", asked[i].says);
+    }
+}
+
+// ---- configs -------------------------------------------------------------------------------------
+
+// A line put in place of one of run.yaml's, with the place it is found at.
+static const struct config_fault {
+    const char *line, *instead, *says;
+} config_faults[] = {
+    {"  seed: 7\n", "  sed: 7\n", "run.yaml:3: run.sed"},
+    {"  seed: 7\n", "  sed: 7\n", "seed?"},
+    {"  seed: 7\n", "  seed: seven\n", "run.yaml:3: run.seed"},
+    {"  seed: 7\n", "  seed: -7\n", "run.yaml:3: run.seed"},
+    {"  seed: 7\n", "  seed: 7\n  seed: 8\n", "run.yaml:4: run.seed"},
+    {"  max_anchors: 48\n", "  max_anchors: 0\n", "anchors.max_anchors"},
+    {"  kl: 1.0\n", "  kl: 0\n", "loss"},
+    {"  mask_token_id: 60\n", "", "drafter.mask_token_id"},
+    {"  mask_token_id: 60\n", "  mask_token_id: 64\n", "mask_token_id"},
+    {"  mask_token_id: 60\n", "  mask_token_id: 1\n", "mask_token_id"},
+    {"  path: target\n", "  path: nowhere\n", "target.path"},
+    {"  path: target\n", "  name: x\n", "target.path"},
+    {"  train: [train.h5]\n", "  train: [none-*.h5]\n", "data.train"},
+    {"  train: [train.h5]\n", "  train: []\n", "data.train"},
+    {"  train: [train.h5]\n", "  train: [train.h5, train.h5]\n", "listed twice"},
+    {"  train: [train.h5]\n", "  train: [run.yaml]\n", "run.yaml"},
+    {"  dir: unset\n", "", "run.dir"},
+    {"run:\n", "run: [\n", "run.yaml:"},
+};
+
+// Every one ends with status 2 and makes no run folder.
+static void config_faults_name_their_place(void **state)
+{
+    (void)state;
+    char *text = program_text(run_path(&fixture, "run.yaml"));
+    for (size_t i = 0; i < sizeof(config_faults) / sizeof(*config_faults); i++) {
+        const struct config_fault *fault = &config_faults[i];
+        char *at = strstr(text, fault->line);
+        assert_non_null(at);
+        char *changed = memory_format("%.*s%s%s", (int)(at - text), text, fault->instead,
+                                      at + strlen(fault->line));
+        write_text(run_path(&fixture, "changed.yaml"), changed);
+        free(changed);
+        const char *const words[] = {"--config", run_path(&fixture, "changed.yaml"), NULL};
+        int status = program_run(run_path(&fixture, "fault.out"), words);
+        if (status != 2)
+            fail_msg("'%s' ended with status %d", fault->instead, status);
+        const char *says =
+            strncmp(fault->says, "run.yaml:", 9) == 0 ? fault->says + 8 : fault->says;
+        run_must_say(&fixture, "fault", says);
+        assert_false(files_exists(run_path(&fixture, "unset")));
+    }
+    free(text);
+}
+
+static void sets_are_checked(void **state)
+{
+    (void)state;
+    assert_int_equal(run_train(&fixture, "set", "--set", "seed=x", NULL), 2);
+    run_must_say(&fixture, "set", "--set run.seed");
+    assert_int_equal(run_train(&fixture, "set", "--set", "every=3", NULL), 2); // not unique
+    run_must_say(&fixture, "set", "every");
+    assert_int_equal(run_train(&fixture, "set", "--set", "nonsense", NULL), 2);
+    assert_int_equal(run_train(&fixture, "set", "--set", "drafter.kind=eagle3", NULL), 2);
+    assert_false(files_exists(run_path(&fixture, "set")));
+}
+
+// ---- the run folder ------------------------------------------------------------------------------
+
+static void folder_in_use(void **state)
+{
+    (void)state;
+    struct program program = {0};
+    char holder[64];
+    run_train_start(&fixture, &program, "used", "--set", "run.max_steps=2000", "--set",
+                    "run.epochs=1000", NULL);
+    snprintf(holder, sizeof(holder), "in use by process %ld", (long)program.pid);
+    program_wait_step(&program, run_path(&fixture, "used"), 1, 60.0);
+    // run.dir is set twice: the last holds.
+    char *dir = memory_format("run.dir=%s", run_path(&fixture, "used"));
+    int status = run_train(&fixture, "second", "--set", dir, NULL);
+    free(dir);
+    program_signal(&program, SIGTERM);
+    assert_int_equal(program_wait(&program, 60.0), 75);
+    assert_int_equal(status, 2);
+    run_must_say(&fixture, "second", holder);
+}
+
+static void folders_that_can_not_be(void **state)
+{
+    (void)state;
+    write_text(run_path(&fixture, "file"), "");
+    assert_int_equal(run_train(&fixture, "file", NULL), 2);
+    run_must_say(&fixture, "file", "can not create the folder");
+    char *dir = memory_format("run.dir=%s", run_path(&fixture, "file/below"));
+    assert_int_equal(run_train(&fixture, "below", "--set", dir, NULL), 2);
+    run_must_say(&fixture, "below", "can not create the folder");
+    free(dir);
+}
+
+// ---- what a resume refuses -----------------------------------------------------------------------
+
+// A copy of a run folder, so that tests may damage it.
+static void copy_run(const char *to)
+{
+    char *command = memory_format("cp -r '%s/run' '%s/%s'", fixture.folder, fixture.folder, to);
+    assert_int_equal(system(command), 0);
+    free(command);
+}
+
+static char *frozen(const char *run)
+{
+    char *config = program_text(run_path(&fixture, "%s/config.yaml", run));
+    char *execution = program_text(run_path(&fixture, "%s/execution.json", run));
+    char *metrics = program_text(run_path(&fixture, "%s/metrics.jsonl", run));
+    char *all = memory_format("%s\n%s\n%s", config, execution, metrics);
+    free(config);
+    free(execution);
+    free(metrics);
+    return all;
+}
+
+// A refused resume leaves the run folder as it was.
+static void must_refuse(const char *run, const char *says, const char *first, const char *second)
+{
+    char *before = frozen(run);
+    int status = run_train(&fixture, run, first, second, NULL);
+    char *after = frozen(run);
+    if (status != 2)
+        fail_msg("%s %s: status %d", first, second, status);
+    run_must_say(&fixture, run, says);
+    assert_string_equal(before, after);
+    assert_int_equal(program_checkpoint(run_path(&fixture, "%s", run)), 8);
+    free(before);
+    free(after);
+}
+
+static void other_config(void **state)
+{
+    (void)state;
+    copy_run("config");
+    must_refuse("config", "run.seed: must stay the same on resume: it was 7 and is 8", "--set",
+                "run.seed=8");
+    must_refuse("config", "loss.tv", "--set", "loss.tv=1");
+    must_refuse("config", "optimizer.lr", "--set", "optimizer.lr=1e-3");
+    must_refuse("config", "drafter.layers", "--set", "drafter.layers=1");
+    must_refuse("config", "data.seq_len", "--set", "data.seq_len=128");
+    must_refuse("config", "memory.group_rows", "--set", "memory.group_rows=64");
+    must_refuse("config", "--resume none", "--resume", "none");
+    // What may change: here, where the run is to go on.
+    assert_int_equal(run_train(&fixture, "config", "--set", "run.max_steps=9", "--set",
+                               "checkpoint.every=1", NULL),
+                     0);
+    run_must_say(&fixture, "config", "done: 9 steps");
+}
+
+static void other_execution(void **state)
+{
+    (void)state;
+    copy_run("execution");
+    must_refuse("execution", "threads: 1 when the run was started, 2 now", "--set",
+                "parallel.threads=2");
+    run_must_say(&fixture, "execution", "--replan accepts this");
+    assert_int_equal(run_train(&fixture, "execution", "--set", "parallel.threads=2", "--set",
+                               "memory.group_rows=64", "--set", "run.max_steps=10", "--replan",
+                               NULL),
+                     0);
+    run_must_say(&fixture, "execution", "resuming with another execution (--replan)");
+    run_must_say(&fixture, "execution", "group_rows");
+    // The new execution is frozen now.
+    assert_int_equal(run_train(&fixture, "execution", "--set", "parallel.threads=2", "--set",
+                               "memory.group_rows=64", "--set", "run.max_steps=11", NULL),
+                     0);
+    assert_int_equal(run_train(&fixture, "execution", "--set", "run.max_steps=12", NULL), 2);
+}
+
+// Same files, same lengths, one other token.
+static void other_data(void **state)
+{
+    (void)state;
+    struct fixture_options options = run_train_shard();
+    struct fixture shard;
+    copy_run("data");
+    fixture_make(&shard, &options);
+    shard.input_ids[700] = (shard.input_ids[700] + 1) % 64;
+    fixture_write(&shard, run_path(&fixture, "train.h5"));
+    must_refuse("data", "was trained on other data", "--set", "run.max_steps=9");
+    shard.input_ids[700] = (shard.input_ids[700] + 63) % 64;
+    fixture_write(&shard, run_path(&fixture, "train.h5"));
+    fixture_release(&shard);
+    assert_int_equal(run_train(&fixture, "data", "--set", "run.max_steps=9", NULL), 0);
+}
+
+// A checkpoint of another run folder: a stop before the first step must still leave one here.
+static void checkpoint_of_another_folder(void **state)
+{
+    (void)state;
+    struct program program = {0};
+    const char *from = run_checkpoint(&fixture, "run", 4);
+    // The validation at step 4 gives the signal time to come before step 5.
+    run_train_start(&fixture, &program, "moved", "--resume", from, "--set", "validation.every=4",
+                    NULL);
+    program_wait_step(&program, run_path(&fixture, "moved"), 4, 60.0);
+    program_signal(&program, SIGTERM);
+    int status = program_wait(&program, 60.0);
+    assert_true(status == 75 || status == 0);
+    assert_true(program_checkpoint(run_path(&fixture, "moved")) >= 4);
+    assert_int_equal(run_train(&fixture, "moved", NULL), 0);
+    assert_true(program_same_state(run_checkpoint(&fixture, "moved", 8),
+                                   run_checkpoint(&fixture, "run", 8)));
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(bad_command_lines_are_refused),
+        cmocka_unit_test(questions_are_answered),
+        cmocka_unit_test(config_faults_name_their_place),
+        cmocka_unit_test(sets_are_checked),
+        cmocka_unit_test(folder_in_use),
+        cmocka_unit_test(folders_that_can_not_be),
+        cmocka_unit_test(other_config),
+        cmocka_unit_test(other_execution),
+        cmocka_unit_test(other_data),
+        cmocka_unit_test(checkpoint_of_another_folder),
+    };
+    return cmocka_run_group_tests_name("run_refusals", tests, open_all, close_all);
+}
