@@ -38,9 +38,10 @@ def main():
     print(f"  after training (step {found[-1]['step']}): {end:.3f}")
     print(f"  best (step {best['step']}): {best['val_accept_len_walk']:.3f}")
     print(f"  a bigram drafter: {baseline:.3f}")
-    run = os.path.relpath(args.run)
-    print(f"metrics: {run}/metrics.jsonl; drafter: {run}/checkpoints/best (model.safetensors, config.json); "
-          f"tensorboard --logdir {run}/events")
+    run = os.path.abspath(args.run)
+    print(f"results are in {run}")
+    print("  metrics.jsonl: numbers of every step; events/: the same for TensorBoard")
+    print("  checkpoints/best/: the drafter, ready to serve (model.safetensors, config.json)")
     if not (end > start + 0.2 and end > baseline + 0.2):
         sys.exit("acceptance did not rise clearly")
 
