@@ -126,6 +126,9 @@ char *config_to_json(const struct config *config);
 // same is for the data's fingerprint to say. Compare after config_expand_files.
 int config_compare_for_resume(const struct config *before, const struct config *now,
                               struct error *err);
+// The same for section drafter alone: what weights that were trained with `before` are good for.
+int config_compare_drafter(const struct config *before, const struct config *now,
+                           struct error *err);
 
 // Text of a CHOICE key's value, e.g. config_choice_name("loss", "slot_weight", SLOT_WEIGHT_EXP).
 const char *config_choice_name(const char *section, const char *key, int value);

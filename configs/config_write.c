@@ -101,7 +101,8 @@ static void print_short(char text[SHOWN_VALUE_BYTES], const struct config *confi
 }
 
 static void compare_key(const struct config *before, const struct config *now,
-                        const struct config_key *key, struct config_faults *faults)
+                        const struct config_key *key, const char *rule,
+                        struct config_faults *faults)
 {
     char old[SHOWN_VALUE_BYTES], new[SHOWN_VALUE_BYTES], counts[64] = "";
     if (key->resume == CONFIG_FREE || same_for_resume(before, now, key))
@@ -114,8 +115,8 @@ static void compare_key(const struct config *before, const struct config *now,
         snprintf(counts, sizeof(counts), " (%zu files, now %zu)", a->count, b->count);
     }
     int line = *(const int *)(const void *)((const char *)now + key->line_at);
-    config_fault(faults, now, line, key->section, key->name,
-                 "must stay the same on resume: it was %s and is %s%s", old, new, counts);
+    config_fault(faults, now, line, key->section, key->name, "%s: it was %s and is %s%s", rule, old,
+                 new, counts);
 }
 
 int config_compare_for_resume(const struct config *before, const struct config *now,
@@ -124,6 +125,18 @@ int config_compare_for_resume(const struct config *before, const struct config *
     struct config_faults faults = {0};
     for (size_t i = 0; i < CONFIG_SECTION_COUNT; i++)
         for (size_t k = 0; k < config_sections[i].count; k++)
-            compare_key(before, now, &config_sections[i].keys()[k], &faults);
+            compare_key(before, now, &config_sections[i].keys()[k], "must stay the same on resume",
+                        &faults);
+    return config_faults_end(&faults, err);
+}
+
+int config_compare_drafter(const struct config *before, const struct config *now, struct error *err)
+{
+    struct config_faults faults = {0};
+    for (size_t i = 0; i < CONFIG_SECTION_COUNT; i++)
+        for (size_t k = 0; k < config_sections[i].count; k++)
+            if (strcmp(config_sections[i].name, "drafter") == 0)
+                compare_key(before, now, &config_sections[i].keys()[k],
+                            "must be what the weights were trained with", &faults);
     return config_faults_end(&faults, err);
 }

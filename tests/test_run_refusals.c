@@ -287,6 +287,21 @@ static void other_data(void **state)
     assert_int_equal(run_train(&fixture, "data", "--set", "run.max_steps=9", NULL), 0);
 }
 
+// The same documents, extracted anew from other layers.
+static void other_layers(void **state)
+{
+    (void)state;
+    struct fixture_options train = run_train_shard(), val = run_val_shard();
+    train.layer_ids = val.layer_ids = (const int32_t[]){0, 2, 4};
+    copy_run("layers");
+    fixture_shard(run_path(&fixture, "train.h5"), &train);
+    fixture_shard(run_path(&fixture, "val.h5"), &val);
+    must_refuse("layers", "was trained on the layers [1,3,5]", "--set", "run.max_steps=9");
+    train.layer_ids = val.layer_ids = NULL;
+    fixture_shard(run_path(&fixture, "train.h5"), &train);
+    fixture_shard(run_path(&fixture, "val.h5"), &val);
+}
+
 // A checkpoint of another run folder: a stop before the first step must still leave one here.
 static void checkpoint_of_another_folder(void **state)
 {
@@ -318,6 +333,7 @@ int main(void)
         cmocka_unit_test(other_config),
         cmocka_unit_test(other_execution),
         cmocka_unit_test(other_data),
+        cmocka_unit_test(other_layers),
         cmocka_unit_test(checkpoint_of_another_folder),
     };
     return cmocka_run_group_tests_name("run_refusals", tests, open_all, close_all);

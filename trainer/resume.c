@@ -8,6 +8,7 @@
 #include "trainer/checkpoint.h"
 #include "trainer/checkpoint_folder.h"
 #include "trainer/files.h"
+#include "trainer/json_text.h"
 
 static int find_path(struct resume *resume, const struct run_folder *folder, struct error *err)
 {
@@ -26,6 +27,49 @@ static int find_path(struct resume *resume, const struct run_folder *folder, str
                      "--resume none: %s holds checkpoints of an earlier run; choose another "
                      "run.dir or remove them",
                      folder->checkpoints);
+}
+
+// The layers that the features came from, as the checkpoint's config.json lists them: the config may
+// have left them to the shards.
+static int compare_layers(const char *checkpoint, const struct session *session, struct error *err)
+{
+    char *path = memory_format("%s/config.json", checkpoint);
+    struct json_file file;
+    int status = json_open(&file, path, err);
+    free(path);
+    if (status != 0)
+        return -1;
+    const struct dflash_sizes *sizes = &session->sizes;
+    const cJSON *dflash = cJSON_GetObjectItemCaseSensitive(file.root, "dflash_config");
+    const cJSON *ids = cJSON_GetObjectItemCaseSensitive(dflash, "target_layer_ids");
+    bool same = cJSON_GetArraySize(ids) == sizes->features;
+    for (int l = 0; same && l < sizes->features; l++)
+        same = cJSON_GetArrayItem(ids, l)->valuedouble == (double)sizes->target_layer_ids[l];
+    if (!same) {
+        char *trained = cJSON_PrintUnformatted(ids);
+        status = error_set(err,
+                           "target.layer_ids: %s was trained on the layers %s, which are not the "
+                           "ones in use with these shards",
+                           checkpoint, trained != NULL ? trained : "?");
+        cJSON_free(trained);
+    }
+    json_close(&file);
+    return status;
+}
+
+int resume_check_drafter(const char *checkpoint, const struct session *session, struct error *err)
+{
+    char *path = memory_format("%s/config.yaml", checkpoint);
+    struct config before;
+    config_init(&before);
+    int status = config_load(&before, path, NULL, 0, err);
+    if (status == 0)
+        status = config_compare_drafter(&before, session->config, err);
+    if (status == 0)
+        status = compare_layers(checkpoint, session, err);
+    config_release(&before);
+    free(path);
+    return status;
 }
 
 // Keys that must not change are compared with the config of the checkpoint.
@@ -110,7 +154,10 @@ int resume_find(struct resume *resume, const struct run_folder *folder, struct s
         resume->failed = true;
         return -1;
     }
-    return compare_config(resume, session, err) != 0 ? -1 : obey_frozen(resume, session, err);
+    if (compare_config(resume, session, err) != 0 ||
+        compare_layers(resume->path, session, err) != 0)
+        return -1;
+    return obey_frozen(resume, session, err);
 }
 
 int resume_load(struct resume *resume, const struct session *session, struct model_state *state,

@@ -22,6 +22,9 @@ int resume_load(struct resume *resume, const struct session *session, struct mod
 // Writes execution.json and the resolved config.yaml into the run folder.
 int resume_freeze(const struct run_folder *folder, const struct session *session,
                   struct error *err);
+// Whether a checkpoint's weights are of the session's drafter and layers, for commands that use them
+// otherwise than by resuming. Tensors may fit although they were trained for something else.
+int resume_check_drafter(const char *checkpoint, const struct session *session, struct error *err);
 // Whether the checkpoint is the run folder's own one of `step`.
 bool resume_is_own(const struct resume *resume, const struct run_folder *folder, int64_t step);
 void resume_release(struct resume *resume);

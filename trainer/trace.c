@@ -9,6 +9,7 @@
 #include "data/safetensors.h"
 #include "trainer/checkpoint.h"
 #include "trainer/commands.h"
+#include "trainer/resume.h"
 #include "trainer/schedule.h"
 #include "trainer/session.h"
 #include "version.h"
@@ -324,7 +325,8 @@ static int run_trace(struct trace *trace, const struct options *options, struct 
     if (options->checkpoint == NULL)
         params_initialize(params, (uint64_t)trace->config.run.seed, trace->config.drafter.init_std,
                           trace->before.master);
-    else if (checkpoint_read(options->checkpoint, &trace->before, NULL, err) != 0)
+    else if (checkpoint_read(options->checkpoint, &trace->before, NULL, err) != 0 ||
+             resume_check_drafter(options->checkpoint, &trace->session, err) != 0)
         return -1;
     if (step_open(&trace->step, &setup, err) != 0)
         return -1;
