@@ -8,6 +8,7 @@
 #include "base/log.h"
 #include "trainer/checkpoint.h"
 #include "trainer/commands.h"
+#include "trainer/resume.h"
 #include "trainer/session.h"
 #include "trainer/signals.h"
 
@@ -88,6 +89,12 @@ int command_eval(const struct options *options)
     if (session_config(&config, options->config, options->sets, options->set_count, SESSION_VAL,
                        &err) != 0 ||
         session_open(&session, &config, SESSION_VAL, &err) != 0)
+        goto out;
+    status = EXIT_FAILED;
+    if (checkpoint_check(options->checkpoint, &err) != 0)
+        goto out;
+    status = EXIT_REFUSED;
+    if (resume_check_drafter(options->checkpoint, &session, &err) != 0)
         goto out;
     status = EXIT_FAILED;
     if (load_weights(&session, options->checkpoint, &step, &err) == 0 &&
