@@ -11,27 +11,44 @@
 #include "data/target.h"
 #include "kernels/kernels.h"
 
-enum { SAMPLE = 64 };
+enum {
+    SAMPLE = 256,
+    PIECE_ROWS = 8192, // of the head, as fp32 at once
+    LEAST_SEEN = 64    // positions with a next token that say anything
+};
 
-// Logits at bf16 hidden states and bf16 weights differ by rounding: relative to the largest logit.
-static const double logit_tolerance = 0.03, lse_tolerance = 0.03, least_top1 = 0.9;
+// What rounding may do to a logit n . w: bf16 rounds n (of the norm's output, and of the state before
+// it) by 2^-9 of each element at most, so the sum by about 2^-9 |n * w| with elements taken apart, of
+// which four are allowed; a logit given in bf16 is off by 2^-9 of itself. Measured on sound shards, in
+// shares of this bound: at most 0.4 with SmolLM2-135M (bf16 logits), 0.15 with the tiny example.
+static const double rounding = 0x1p-9, spread_allowed = 4.0;
+// A fault shifts every position: a norm applied twice moves the median of the tiny example to 1.1, w
+// instead of 1 + w to hundreds.
+static const double most_median = 0.5, most_beyond = 0.05;
+// The next token is the argmax in a quarter of positions at the least when all is right, in under a
+// tenth when head, norm or alignment are wrong.
+static const double least_next = 0.15;
 
 struct sample {
     int64_t token; // in the shard
     int32_t next;  // the token that follows in its document, -1 at the end
     bool supervised_next;
-    int32_t argmax;   // recomputed
-    float logit, lse; // recomputed
-    int32_t top1;     // the shard's columns
+    bool finite; // the hidden state; others are data check's to name
+    int32_t argmax;
+    double most, sum;    // recomputed: the largest logit; sum of exp(logit - most)
+    double logit, bound; // recomputed: of the shard's top-1 token, and what it may be off by
+    int32_t top1;        // the shard's columns
     float top1_logit, teacher_lse;
 };
 
-static void to_float(const struct target_tensor *tensor, float *out)
+// Rows [first, first + rows) of a tensor.
+static void to_float(const struct target_tensor *tensor, int64_t first, int64_t rows, float *out)
 {
-    int64_t count = tensor->rows * tensor->columns;
+    int64_t begin = first * tensor->columns, count = rows * tensor->columns;
     for (int64_t i = 0; i < count; i++)
-        out[i] = tensor->dtype == DTYPE_BF16 ? bf16_to_float(((const bf16 *)tensor->data)[i])
-                                             : ((const float *)tensor->data)[i];
+        out[i] = tensor->dtype == DTYPE_BF16
+                     ? bf16_to_float(((const bf16 *)tensor->data)[begin + i])
+                     : ((const float *)tensor->data)[begin + i];
 }
 
 static int draw(const struct shard *shard, struct sample *samples, int64_t count, struct error *err)
@@ -58,7 +75,7 @@ static int draw(const struct shard *shard, struct sample *samples, int64_t count
 }
 
 // The last hidden states of the sample as fp32 rows [count, H].
-static int read_hidden(const struct shard *shard, const struct sample *samples, int64_t count,
+static int read_hidden(const struct shard *shard, struct sample *samples, int64_t count,
                        float *hidden, struct error *err)
 {
     int64_t h = shard->hidden_size;
@@ -66,83 +83,167 @@ static int read_hidden(const struct shard *shard, const struct sample *samples, 
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
         status = shard_read_hidden(shard, samples[i].token, 1, token, err);
-        for (int64_t j = 0; j < h && status == 0; j++)
-            hidden[i * h + j] = bf16_to_float(token[(shard->planes - 1) * h + j]);
+        samples[i].finite = true;
+        for (int64_t j = 0; j < h && status == 0; j++) {
+            bf16 value = token[(shard->planes - 1) * h + j];
+            samples[i].finite = samples[i].finite && !bf16_is_nonfinite(value);
+            hidden[i * h + j] = bf16_to_float(value);
+        }
     }
     free(token);
     return status;
 }
 
-static void reduce(const float *logits, int64_t vocab, struct sample *s)
+// One more piece of a position's logits: tokens first, first + 1, ...
+static void add_logits(struct sample *s, const float *logits, int64_t first, int64_t count)
 {
-    double sum = 0.0;
-    s->argmax = 0;
-    for (int64_t v = 1; v < vocab; v++)
-        if (logits[v] > logits[s->argmax])
-            s->argmax = (int32_t)v;
-    s->logit = logits[s->argmax];
-    for (int64_t v = 0; v < vocab; v++)
-        sum += exp((double)logits[v] - (double)s->logit);
-    s->lse = (float)((double)s->logit + log(sum));
+    double most = s->most;
+    for (int64_t v = 0; v < count; v++)
+        if ((double)logits[v] > most) {
+            most = (double)logits[v];
+            s->argmax = (int32_t)(first + v);
+        }
+    s->sum *= exp(s->most - most);
+    for (int64_t v = 0; v < count; v++)
+        s->sum += exp((double)logits[v] - most);
+    s->most = most;
 }
 
-static void recompute(const struct shard *shard, const struct target *target, const float *head,
-                      const float *norm, float *hidden, struct sample *samples, int64_t count)
+// normed, head: [H] of the position and of its top-1 token.
+static void take_top1(struct sample *s, const float *normed, const float *head, int64_t h,
+                      double scale)
 {
-    const struct backend *backend = backend_cpu();
+    double logit = 0.0, squares = 0.0;
+    for (int64_t j = 0; j < h; j++) {
+        double product = scale * (double)normed[j] * (double)head[j];
+        logit += product;
+        squares += product * product;
+    }
+    s->logit = logit;
+    s->bound = rounding * (spread_allowed * sqrt(squares) + fabs(logit));
+}
+
+struct teacher {
+    const struct target *target;
+    const struct backend *backend;
+    struct stream *stream;
+    float *norm; // [H]
+    float *head; // [PIECE_ROWS, H]
+};
+
+static void teacher_init(struct teacher *teacher, const struct target *target)
+{
     int threads = (int)sysconf(_SC_NPROCESSORS_ONLN);
-    struct stream *stream = backend->stream_open(threads, backend->stream_workspace_bytes(threads));
+    const struct backend *backend = backend_cpu();
+    int64_t h = target->hidden_size;
+    *teacher = (struct teacher){
+        .target = target,
+        .backend = backend,
+        .stream = backend->stream_open(threads, backend->stream_workspace_bytes(threads)),
+        .norm = memory_alloc((size_t)h, sizeof(float)),
+        .head = memory_alloc((size_t)(PIECE_ROWS * h), sizeof(float))};
+    to_float(&target->norm, 0, 1, teacher->norm);
+}
+
+static void teacher_release(struct teacher *teacher)
+{
+    teacher->backend->stream_close(teacher->stream);
+    free(teacher->norm);
+    free(teacher->head);
+}
+
+static void apply_norm(const struct teacher *teacher, float *hidden, int64_t count)
+{
+    const struct target *target = teacher->target;
+    teacher->backend->kernels->rms_norm_forward(
+        teacher->stream, &(struct rms_norm){.rows = count,
+                                            .width = target->hidden_size,
+                                            .eps = (float)target->rms_norm_eps,
+                                            .weight_offset = target->norm_weight_offset,
+                                            .x = hidden,
+                                            .weight = teacher->norm,
+                                            .y = hidden});
+}
+
+// hidden: [count, H], as the head wants them.
+static void recompute(const struct teacher *teacher, bool has_teacher, const float *hidden,
+                      struct sample *samples, int64_t count)
+{
+    const struct target *target = teacher->target;
     int64_t h = target->hidden_size, v = target->vocab_size;
-    float *logits = memory_alloc((size_t)(count * v), sizeof(*logits));
-    if (shard->last_hidden == LAST_HIDDEN_PRE_NORM)
-        backend->kernels->rms_norm_forward(
-            stream, &(struct rms_norm){.rows = count,
-                                       .width = h,
-                                       .eps = (float)target->rms_norm_eps,
-                                       .weight_offset = target->norm_weight_offset,
-                                       .x = hidden,
-                                       .weight = norm,
-                                       .y = hidden});
-    backend->kernels->gemm(stream, &(struct gemm){.m = count,
-                                                  .n = v,
-                                                  .k = h,
-                                                  .transpose_b = true,
-                                                  .alpha = target->logit_scale,
-                                                  .a = hidden,
-                                                  .b = head,
-                                                  .c = logits});
-    for (int64_t i = 0; i < count; i++)
-        reduce(logits + i * v, v, &samples[i]);
+    float *logits = memory_alloc((size_t)(count * PIECE_ROWS), sizeof(*logits));
+    for (int64_t i = 0; i < count; i++) {
+        samples[i].most = -INFINITY;
+        samples[i].sum = 0.0;
+    }
+    for (int64_t first = 0; first < v; first += PIECE_ROWS) {
+        int64_t rows = v - first < PIECE_ROWS ? v - first : PIECE_ROWS;
+        to_float(&target->head, first, rows, teacher->head);
+        teacher->backend->kernels->gemm(teacher->stream,
+                                        &(struct gemm){.m = count,
+                                                       .n = rows,
+                                                       .k = h,
+                                                       .transpose_b = true,
+                                                       .alpha = target->logit_scale,
+                                                       .a = hidden,
+                                                       .b = teacher->head,
+                                                       .c = logits});
+        for (int64_t i = 0; i < count; i++) {
+            struct sample *s = &samples[i];
+            add_logits(s, logits + i * rows, first, rows);
+            if (has_teacher && s->top1 >= first && s->top1 < first + rows)
+                take_top1(s, hidden + i * h, teacher->head + (s->top1 - first) * h, h,
+                          (double)target->logit_scale);
+        }
+    }
     free(logits);
-    backend->stream_close(stream);
+}
+
+static int by_value(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+// How far a position is from the shard's columns, in shares of what rounding may do: its logit, its
+// log-sum-exp, and how much another token is ahead of the top-1.
+static double distance(const struct sample *s)
+{
+    double logit = fabs(s->logit - (double)s->top1_logit);
+    double lse = fabs(s->most + log(s->sum) - (double)s->teacher_lse);
+    double ahead = 0.5 * (s->most - s->logit);
+    if (!isfinite(logit + lse + ahead))
+        return INFINITY; // no number in the columns, or none recomputed
+    return fmax(fmax(logit, lse), ahead) / (s->bound + 1e-6);
 }
 
 // Compares with the teacher columns. 1: does not match.
 static int judge_columns(const struct shard *shard, const struct sample *samples, int64_t count,
                          FILE *out)
 {
-    int64_t same = 0, bad = 0;
-    double worst_logit = 0.0, worst_lse = 0.0;
+    double distances[SAMPLE], beyond = 0.0, same = 0.0;
+    int64_t seen = 0;
     for (int64_t i = 0; i < count; i++) {
-        const struct sample *s = &samples[i];
-        double scale = fmax(1.0, fabs((double)s->top1_logit));
-        double logit = fabs((double)s->logit - (double)s->top1_logit) / scale;
-        double lse =
-            fabs((double)s->lse - (double)s->teacher_lse) / fmax(1.0, fabs((double)s->teacher_lse));
-        same += s->argmax == s->top1;
-        bad += !(logit <= logit_tolerance) || !(lse <= lse_tolerance);
-        worst_logit = fmax(worst_logit, logit);
-        worst_lse = fmax(worst_lse, lse);
+        if (!samples[i].finite)
+            continue;
+        distances[seen] = distance(&samples[i]);
+        beyond += distances[seen++] > 1.0;
+        same += samples[i].argmax == samples[i].top1;
     }
-    double share = (double)same / (double)count;
-    bool fails = bad > count / 20 || share < least_top1;
-    fprintf(out,
-            "%s: teacher recomputed at %lld positions: top-1 agrees at %.1f %%, worst relative "
-            "difference of its logit %.4f, of the log-sum-exp %.4f: %s\n",
-            shard->path, (long long)count, 100.0 * share, worst_logit, worst_lse,
-            fails ? "DOES NOT MATCH the target's own columns; wrong head, norm (w or 1+w, applied "
-                    "twice or not at all) or alignment"
-                  : "matches");
+    if (seen == 0)
+        return 0; // nothing finite: data check has named it
+    qsort(distances, (size_t)seen, sizeof(*distances), by_value);
+    double median = distances[seen / 2];
+    bool fails = median > most_median || beyond > most_beyond * (double)seen;
+    fprintf(
+        out,
+        "%s: teacher recomputed at %lld positions: top-1 is the same at %.1f %%; differences of "
+        "logit and log-sum-exp, as a share of what bf16 rounding explains: median %.2f, largest "
+        "%.2f: %s\n",
+        shard->path, (long long)seen, 100.0 * same / (double)seen, median, distances[seen - 1],
+        fails ? "DOES NOT MATCH the target's own columns; wrong head, norm (w or 1+w, applied "
+                "twice or not at all) or alignment"
+              : "matches");
     return fails;
 }
 
@@ -151,20 +252,23 @@ static int judge_next(const struct shard *shard, const struct sample *samples, i
 {
     int64_t same = 0, seen = 0;
     for (int64_t i = 0; i < count; i++)
-        if (samples[i].next >= 0 && samples[i].supervised_next) {
+        if (samples[i].finite && samples[i].supervised_next) {
             seen++;
             same += samples[i].argmax == samples[i].next;
         }
+    bool fails = seen >= LEAST_SEEN && (double)same < least_next * (double)seen;
     fprintf(out,
             "%s: no teacher columns: the recomputed teacher's argmax is the next token at %lld of "
-            "%lld supervised positions (weaker: a slightly wrong norm keeps most of them)\n",
-            shard->path, (long long)same, (long long)seen);
-    return seen >= 16 && same * 5 < seen; // below a fifth: nothing fits
+            "%lld supervised positions (weaker: a slightly wrong norm keeps most of them)%s\n",
+            shard->path, (long long)same, (long long)seen,
+            fails ? ": DOES NOT FIT; wrong head, norm or alignment" : "");
+    return fails;
 }
 
-static int check_shard(const struct shard *shard, const struct target *target, const float *head,
-                       const float *norm, FILE *out, struct error *err)
+static int check_shard(const struct shard *shard, const struct teacher *teacher, FILE *out,
+                       struct error *err)
 {
+    const struct target *target = teacher->target;
     struct sample samples[SAMPLE] = {0};
     int64_t count = shard->tokens < SAMPLE ? shard->tokens : SAMPLE;
     if (shard->last_hidden == LAST_HIDDEN_ABSENT) {
@@ -183,7 +287,9 @@ static int check_shard(const struct shard *shard, const struct target *target, c
     if (status == 0)
         status = read_hidden(shard, samples, count, hidden, err);
     if (status == 0) {
-        recompute(shard, target, head, norm, hidden, samples, count);
+        if (shard->last_hidden == LAST_HIDDEN_PRE_NORM)
+            apply_norm(teacher, hidden, count);
+        recompute(teacher, shard->has_teacher, hidden, samples, count);
         status = shard->has_teacher ? judge_columns(shard, samples, count, out)
                                     : judge_next(shard, samples, count, out);
     }
@@ -195,24 +301,21 @@ int teacher_check(const char *const *paths, size_t count, const char *target_pat
                   struct error *err)
 {
     struct target target;
+    struct teacher teacher;
     if (target_open(&target, target_path, err) != 0)
         return -1;
-    float *head = memory_alloc((size_t)(target.vocab_size * target.hidden_size), sizeof(*head));
-    float *norm = memory_alloc((size_t)target.hidden_size, sizeof(*norm));
-    to_float(&target.head, head);
-    to_float(&target.norm, norm);
+    teacher_init(&teacher, &target);
     int result = 0;
     for (size_t i = 0; i < count && result >= 0; i++) {
         struct shard shard;
         struct error fault = {0};
         if (shard_open(&shard, paths[i], &fault) != 0)
             continue; // data check has named it
-        int status = shard.tokens > 0 ? check_shard(&shard, &target, head, norm, out, err) : 0;
+        int status = shard.tokens > 0 ? check_shard(&shard, &teacher, out, err) : 0;
         result = status != 0 ? status : result;
         shard_close(&shard);
     }
-    free(head);
-    free(norm);
+    teacher_release(&teacher);
     target_close(&target);
     return result;
 }

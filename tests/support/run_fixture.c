@@ -15,7 +15,7 @@
 #include "data/safetensors.h"
 #include "trainer/files.h"
 
-enum { VOCAB = 64, HIDDEN = 8, WORDS = 64, TEXTS = 2048 };
+enum { WORDS = 64, TEXTS = 2048 };
 
 static const char config_text[] = "run:\n"
                                   "  dir: unset\n"
@@ -65,10 +65,10 @@ static void write_text(const char *path, const char *text)
 
 // ---- target --------------------------------------------------------------------------------------
 
-static void put_tensor(struct safetensors_writer *writer, int index, int64_t count, double mean,
-                       double std)
+static void put_tensor(struct safetensors_writer *writer, uint64_t seed, int index, int64_t count,
+                       double mean, double std)
 {
-    struct rng_key key = rng_key_make(11, 0, (uint64_t)index, RNG_TEST);
+    struct rng_key key = rng_key_make(seed, 0, (uint64_t)index, RNG_TEST);
     struct error err = {""};
     float *values = memory_alloc((size_t)count, sizeof(*values));
     for (int64_t i = 0; i < count; i++)
@@ -79,9 +79,9 @@ static void put_tensor(struct safetensors_writer *writer, int index, int64_t cou
     free(values);
 }
 
-static void write_head(const char *path, double norm_mean, double norm_std)
+static void write_head(const char *path, const struct run_target *target)
 {
-    static const int64_t matrix[] = {VOCAB, HIDDEN}, vector[] = {HIDDEN};
+    const int64_t matrix[] = {target->vocab, target->hidden}, vector[] = {target->hidden};
     struct safetensors_writer *writer;
     struct error err = {""};
     if (safetensors_writer_open(&writer, path, &err) != 0)
@@ -91,29 +91,30 @@ static void write_head(const char *path, double norm_mean, double norm_std)
     safetensors_writer_add(writer, "norm.weight", DTYPE_F32, 1, vector);
     if (safetensors_writer_begin(writer, &err) != 0)
         die("%s", err.text);
-    put_tensor(writer, 0, (int64_t)VOCAB * HIDDEN, 0.0, 0.7);
-    put_tensor(writer, 1, (int64_t)VOCAB * HIDDEN, 0.0, 0.7);
-    put_tensor(writer, 2, HIDDEN, norm_mean, norm_std);
+    put_tensor(writer, target->seed, 0, matrix[0] * matrix[1], 0.0, 0.7);
+    put_tensor(writer, target->seed, 1, matrix[0] * matrix[1], 0.0, 0.7);
+    put_tensor(writer, target->seed, 2, vector[0], target->norm_mean, target->norm_std);
     if (safetensors_writer_close(writer, true, &err) != 0)
         die("%s", err.text);
 }
 
-void run_target_write(const char *path, const char *model_type, double norm_mean, double norm_std)
+void run_target_write(const char *path, const struct run_target *target)
 {
     struct error err = {""};
     if (files_make_folder(path, &err) != 0)
         die("%s", err.text);
     char *config = memory_format(
-        "{\"architectures\": [\"Qwen3ForCausalLM\"], \"model_type\": \"%s\", \"hidden_size\": %d, "
-        "\"vocab_size\": %d, \"num_hidden_layers\": 8, \"num_attention_heads\": 2, "
+        "{\"architectures\": [\"Qwen3ForCausalLM\"], \"model_type\": \"%s\", \"hidden_size\": "
+        "%lld, "
+        "\"vocab_size\": %lld, \"num_hidden_layers\": 8, \"num_attention_heads\": 2, "
         "\"num_key_value_heads\": 2, \"head_dim\": 4, \"intermediate_size\": 12, "
         "\"max_position_embeddings\": 1024, \"rms_norm_eps\": 1e-6, \"rope_theta\": 10000.0, "
         "\"eos_token_id\": 1, \"pad_token_id\": 2, \"tie_word_embeddings\": false}\n",
-        model_type, (int)HIDDEN, (int)VOCAB);
+        target->model_type, (long long)target->hidden, (long long)target->vocab);
     char *config_path = memory_format("%s/config.json", path);
     char *head_path = memory_format("%s/head.safetensors", path);
     write_text(config_path, config);
-    write_head(head_path, norm_mean, norm_std);
+    write_head(head_path, target);
     free(head_path);
     free(config_path);
     free(config);
@@ -165,9 +166,10 @@ const char *run_path(const struct run_fixture *fixture, const char *format, ...)
 
 void run_fixture_open(struct run_fixture *fixture)
 {
+    static const struct run_target target = {"qwen3", 8, 64, 1.0, 0.2, 11};
     *fixture = (struct run_fixture){.folder = fixture_folder()};
     struct fixture_options train = run_train_shard(), val = run_val_shard();
-    run_target_write(run_path(fixture, "target"), "qwen3", 1.0, 0.2);
+    run_target_write(run_path(fixture, "target"), &target);
     fixture_shard(run_path(fixture, "train.h5"), &train);
     fixture_shard(run_path(fixture, "val.h5"), &val);
     write_text(run_path(fixture, "run.yaml"), config_text);

@@ -25,9 +25,14 @@ const char *run_path(const struct run_fixture *fixture, const char *format, ...)
 // The options of the two shards as they are by default; lengths vary, all ids are explicit.
 struct fixture_options run_train_shard(void);
 struct fixture_options run_val_shard(void);
-// Writes a target directory with norm weights of this mean and spread; `model_type` decides whether
-// they are w or w - 1.
-void run_target_write(const char *path, const char *model_type, double norm_mean, double norm_std);
+// A target directory of random weights. The family decides whether norm weights are w or w - 1.
+struct run_target {
+    const char *model_type;
+    int64_t hidden, vocab;
+    double norm_mean, norm_std;
+    uint64_t seed;
+};
+void run_target_write(const char *path, const struct run_target *target);
 
 // train with run.dir NAME (below the folder) and further words, NULL at the end; its output goes to
 // NAME.out. Returns the exit status.
