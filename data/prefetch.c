@@ -4,6 +4,7 @@
 #include "data/prefetch.h"
 
 #include <errno.h>
+#include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -50,6 +51,7 @@ struct prefetch {
     uint64_t progress; // grows with every document and every epoch's packing
     int64_t skipped;
     struct error stall; // "" while all is well
+    bool given_up;      // stop() ended a wait
 
     // the plan: next row to be planned. Only the thread that has set `planning` touches the packing.
     bool planning, packed;
@@ -328,8 +330,8 @@ static bool stop_readers(struct prefetch *prefetch)
     prefetch->stopping = true;
     pthread_cond_broadcast(&prefetch->changed);
     int code = 0;
-    // After a stall nobody waits another full period for the same reader.
-    if (prefetch->stall.text[0] != '\0')
+    // After a stall nobody waits another full period for the same reader, nor after a stop.
+    if (prefetch->stall.text[0] != '\0' || prefetch->given_up)
         limit = seconds_from_now(1.0);
     while (prefetch->readers_running > 0 && code != ETIMEDOUT)
         code = pthread_cond_timedwait(&prefetch->changed, &prefetch->lock, &limit);
@@ -398,19 +400,31 @@ static void describe_stall(struct prefetch *prefetch)
               (unsigned long long)prefetch->epoch, prefetch->options.stall_seconds);
 }
 
-// Waits until the wanted row is ready; NULL: there is none, by the end or a stall. Lock held.
+// Nothing to wait for any more, although the row is not there: the end, a stall, or a stop.
+static bool wait_is_over(struct prefetch *prefetch)
+{
+    const struct prefetch_options *options = &prefetch->options;
+    if (options->stop != NULL && options->stop(options->stop_context))
+        prefetch->given_up = true;
+    return prefetch->wanted == prefetch->end_sequence || prefetch->stall.text[0] != '\0' ||
+           prefetch->given_up;
+}
+
+// Waits until the wanted row is ready; NULL: there is none, by the end, a stall or a stop. Lock held.
 static struct place *wait_for_row(struct prefetch *prefetch)
 {
+    const double look = 0.2; // seconds between looks at stop()
     struct place *place;
     uint64_t seen = prefetch->progress;
-    struct timespec limit = seconds_from_now(prefetch->options.stall_seconds);
-    while ((place = place_of_turn(prefetch, prefetch->wanted)) == NULL &&
-           prefetch->wanted != prefetch->end_sequence && prefetch->stall.text[0] == '\0') {
-        int code = pthread_cond_timedwait(&prefetch->changed, &prefetch->lock, &limit);
+    double stalls = timer_now() + prefetch->options.stall_seconds;
+    while ((place = place_of_turn(prefetch, prefetch->wanted)) == NULL && !wait_is_over(prefetch)) {
+        double left = stalls - timer_now();
+        struct timespec limit = seconds_from_now(left < look ? fmax(left, 0.0) : look);
+        pthread_cond_timedwait(&prefetch->changed, &prefetch->lock, &limit);
         if (prefetch->progress != seen) {
             seen = prefetch->progress;
-            limit = seconds_from_now(prefetch->options.stall_seconds);
-        } else if (code == ETIMEDOUT) {
+            stalls = timer_now() + prefetch->options.stall_seconds;
+        } else if (timer_now() >= stalls) {
             describe_stall(prefetch);
         }
     }
@@ -434,6 +448,8 @@ int prefetch_next(struct prefetch *prefetch, struct row **row, double *wait_seco
         result = 1;
     } else if (prefetch->stall.text[0] != '\0') {
         result = error_set(err, "%s", prefetch->stall.text);
+    } else if (prefetch->given_up) {
+        result = 2;
     }
     pthread_mutex_unlock(&prefetch->lock);
     *wait_seconds = timer_now() - start;

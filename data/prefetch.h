@@ -16,6 +16,9 @@ struct prefetch_options {
     double stall_seconds;        // how long no progress is borne; 0: 600
     void *(*host_alloc)(size_t); // NULL: malloc
     void (*host_free)(void *);
+    // Asked while prefetch_next waits; true: give up. NULL: never.
+    bool (*stop)(void *context);
+    void *stop_context;
 };
 
 // Names the rows that will be asked for: fills `packing` for an epoch. Called from reader threads in
@@ -30,8 +33,8 @@ int prefetch_open(struct prefetch **prefetch, struct source *source,
 // At any moment. A reader that is stuck in the kernel is left behind with its memory after a while.
 void prefetch_close(struct prefetch *prefetch);
 
-// Next row: 1 and *row (borrowed until prefetch_return), 0 at the end of all epochs, -1 on a bad
-// sample with `fail` or an unreadable file (err). *wait_seconds: how long the caller was kept waiting.
+// Next row: 1 and *row (borrowed until prefetch_return), 0 at the end of all epochs, 2 when stop() said
+// so while waiting, -1 on a bad sample with `fail` or an unreadable file (err). *wait_seconds: how long the caller was kept waiting.
 // Waits are bounded: readers that make no progress for stall_seconds are an error naming the file.
 // Errors stay: every later call returns the same one.
 int prefetch_next(struct prefetch *prefetch, struct row **row, double *wait_seconds,

@@ -364,6 +364,36 @@ static void test_stall_is_an_error(void **state)
     made_close(&made);
 }
 
+static bool is_set(void *flag)
+{
+    return atomic_load((atomic_int *)flag) != 0;
+}
+
+// A wait for data that does not come ends soon when the caller wants to stop, and so does closing.
+static void test_stop_ends_a_wait(void **state)
+{
+    (void)state;
+    struct made_source made;
+    struct row *row = NULL;
+    struct error err = {""};
+    atomic_int wanted = 0;
+    double wait;
+    made_open(&made, 1, SEQ_LEN);
+    made.stuck = 0;
+    struct prefetch_options options = options_of(1, 1);
+    options.stop = is_set;
+    options.stop_context = &wanted;
+    struct prefetch *prefetch = open_made(&made, &options, 0, 0, 1);
+    atomic_store(&wanted, 1);
+    double start = timer_now();
+    assert_int_equal(prefetch_next(prefetch, &row, &wait, &err), 2);
+    assert_string_equal(err.text, "");
+    assert_true(timer_now() - start < 30.0);
+    atomic_store(&made.released, 1);
+    prefetch_close(prefetch);
+    made_close(&made);
+}
+
 // ---- shutdown and memory ----------------------------------------------------------------------------
 
 static void test_close_at_any_moment(void **state)
@@ -577,6 +607,7 @@ int main(void)
         cmocka_unit_test(test_unreadable_fails_always),
         cmocka_unit_test(test_first_fault_of_a_row),
         cmocka_unit_test(test_stall_is_an_error),
+        cmocka_unit_test(test_stop_ends_a_wait),
         cmocka_unit_test(test_close_at_any_moment),
         cmocka_unit_test(test_memory_stays_flat),
         cmocka_unit_test(test_shards),

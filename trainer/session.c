@@ -255,7 +255,9 @@ int session_validate(const struct session *session, struct step *step, int64_t r
                                        .on_bad_sample = config->data.on_bad_sample,
                                        .seq_len = config->data.seq_len,
                                        .host_alloc = session->backend->host_alloc,
-                                       .host_free = session->backend->host_free};
+                                       .host_free = session->backend->host_free,
+                                       .stop = step->stop,
+                                       .stop_context = step->stop_context};
     struct source *source = NULL;
     struct prefetch *prefetch = NULL;
     int status = -1;
@@ -273,6 +275,7 @@ int session_validate(const struct session *session, struct step *step, int64_t r
             break;
         }
     }
+    status = status == 2 ? 1 : status;
 out:
     if (prefetch != NULL)
         prefetch_close(prefetch);

@@ -76,7 +76,8 @@ static int open_prefetch(struct run *run, struct error *err)
                                        .on_bad_sample = config->data.on_bad_sample,
                                        .seq_len = config->data.seq_len,
                                        .host_alloc = run->session.backend->host_alloc,
-                                       .host_free = run->session.backend->host_free};
+                                       .host_free = run->session.backend->host_free,
+                                       .stop = signals_stop};
     if (source_open_shards(&run->source, &run->session.train, config->data.check_crc, err) != 0)
         return -1;
     uint64_t epoch = (uint64_t)run->counters.epoch;
@@ -123,6 +124,8 @@ static int run_rows(struct run *run, int64_t rows, struct error *err)
         int got = prefetch_next(run->prefetch, &row, &wait, err);
         if (got < 0)
             return -1;
+        if (got == 2)
+            return 1;
         if (got == 0)
             BUG("the data ended before step %lld", (long long)run->counters.step + 1);
         run->wait_seconds += wait;
