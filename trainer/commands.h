@@ -23,6 +23,7 @@ struct options {
     const char *blocks;     // eval: file for one line a visited block
     const char *target;     // data check: target directory
     long long rows;         // eval: rows to score; 0: all
+    bool served;            // eval: weights rounded to bf16, as exports hold them
     bool no_verdicts;
     bool markdown;
     char **files;           // what follows the options

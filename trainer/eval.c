@@ -41,14 +41,22 @@ static void print_report(const struct session *session, const struct metrics *me
     printf("\n");
 }
 
+static void round_to_bf16(float *values, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++)
+        values[i] = bf16_to_float(bf16_from_float(values[i]));
+}
+
 // Loads the checkpoint's weights into a step that only scores.
-static int load_weights(const struct session *session, const char *checkpoint, struct step *step,
-                        struct error *err)
+static int load_weights(const struct session *session, const struct options *options,
+                        struct step *step, struct error *err)
 {
     struct model_state state;
     struct step_setup setup = session_step_setup(session, false);
     model_state_open(&state, &session->params);
-    int status = checkpoint_read(checkpoint, &state, NULL, err);
+    int status = checkpoint_read(options->checkpoint, &state, NULL, err);
+    if (status == 0 && options->served)
+        round_to_bf16(state.master, session->params.elements);
     if (status == 0)
         status = step_open(step, &setup, err);
     if (status == 0)
@@ -97,7 +105,7 @@ int command_eval(const struct options *options)
     if (resume_check_drafter(options->checkpoint, &session, &err) != 0)
         goto out;
     status = EXIT_FAILED;
-    if (load_weights(&session, options->checkpoint, &step, &err) == 0 &&
+    if (load_weights(&session, options, &step, &err) == 0 &&
         evaluate(options, &session, &step, &err) == 0)
         status = EXIT_DONE;
 out:

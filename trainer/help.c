@@ -16,9 +16,11 @@ static const struct help helps[] = {
      "  --resume none      the beginning; refused when run.dir holds checkpoints\n"
      "  --resume DIR       this checkpoint\n"
      "  --replan           continue although the machine or the execution differs\n"},
-    {"eval", "dtrain eval --config FILE --checkpoint DIR [--rows N] [--blocks FILE] [--set ...]",
+    {"eval",
+     "dtrain eval --config FILE --checkpoint DIR [--served] [--rows N] [--blocks FILE] [--set ...]",
      "Acceptance of a checkpoint on the validation shards (data.val): accept_len_walk is the mean\n"
      "number of tokens a decoder would take per step.\n"
+     "  --served           weights rounded to bf16, as exports hold them\n"
      "  --rows N           packed rows to score (default: all)\n"
      "  --blocks FILE      one JSON line a visited block: doc_id, anchor, accepted\n"},
     {"trace", "dtrain trace --config FILE --out FILE.safetensors [--checkpoint DIR] [--set ...]",

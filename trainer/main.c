@@ -23,6 +23,7 @@ enum option_id {
     OPTION_BLOCKS,
     OPTION_TARGET,
     OPTION_ROWS,
+    OPTION_SERVED,
     OPTION_NO_VERDICTS,
     OPTION_MARKDOWN,
     OPTION_HELP,
@@ -41,6 +42,7 @@ static const struct option long_options[] = {
     {"blocks", required_argument, NULL, OPTION_BLOCKS},
     {"target", required_argument, NULL, OPTION_TARGET},
     {"rows", required_argument, NULL, OPTION_ROWS},
+    {"served", no_argument, NULL, OPTION_SERVED},
     {"no-verdicts", no_argument, NULL, OPTION_NO_VERDICTS},
     {"markdown", no_argument, NULL, OPTION_MARKDOWN},
     {"help", no_argument, NULL, OPTION_HELP},
@@ -59,7 +61,7 @@ struct command {
 
 static const struct command commands[] = {
     {"train", command_train, "config set resume replan", "config", false},
-    {"eval", command_eval, "config set checkpoint blocks rows", "config checkpoint", false},
+    {"eval", command_eval, "config set checkpoint blocks rows served", "config checkpoint", false},
     {"trace", command_trace, "config set checkpoint out", "config out", false},
     {"plan", command_plan, "config set", "config", false},
     {"export", command_export, "checkpoint format out allow-unservable", "checkpoint format out",
@@ -165,6 +167,9 @@ static int take_option(const struct command *command, int id, struct options *op
         break;
     case OPTION_ROWS:
         return take_rows(optarg, &options->rows);
+    case OPTION_SERVED:
+        options->served = true;
+        break;
     case OPTION_NO_VERDICTS:
         options->no_verdicts = true;
         break;
