@@ -203,23 +203,47 @@ static void write_overflowing(int64_t first, int64_t count, uint64_t *id)
     fixture_release(&shard);
 }
 
+// The update of the step after `step` is what its trace says: skipped steps do not count in AdamW's.
+static void update_must_be_traced(const char *run, int64_t step)
+{
+    struct safetensors trace, master;
+    struct error err = {""};
+    char *path = memory_format("%s/master.safetensors", run_checkpoint(&fixture, run, step + 1));
+    open_trace(&trace, run, step, "trace-update", "run.seed=7");
+    if (safetensors_open(&master, path, &err) != 0)
+        fail_msg("%s", err.text);
+    for (size_t i = 0; i < master.count; i++) {
+        char *name = memory_format("updated.%s", master.entries[i].name);
+        const struct safetensors_entry *updated = safetensors_find(&trace, name);
+        assert_non_null(updated);
+        assert_int_equal(updated->size, master.entries[i].size);
+        assert_memory_equal(updated->bytes, master.entries[i].bytes, updated->size);
+        free(name);
+    }
+    safetensors_close(&trace);
+    safetensors_close(&master);
+    free(path);
+}
+
 static void nonfinite_steps_are_skipped(void **state)
 {
     (void)state;
     uint64_t id;
     char name[32];
     write_overflowing(17, 1, &id);
-    set_all((const char *const[]){"drafter.init_std=0.5", "checkpoint.every=1", NULL});
+    set_all((const char *const[]){"drafter.init_std=0.5", "checkpoint.every=1",
+                                  "run.max_nonfinite=1", NULL}); // in a row
     assert_int_equal(run_train(&fixture, "overflow", NULL), 0);
     cJSON *metrics = program_metrics(run_path(&fixture, "overflow"));
     const cJSON *line;
-    int64_t skipped = 0;
+    int64_t skipped = 0, last = 0;
     cJSON_ArrayForEach(line, metrics)
     {
         int64_t step = (int64_t)program_number(line, "step");
         bool skip = cJSON_IsTrue(cJSON_GetObjectItem(line, "skipped"));
         assert_true(skip == !isfinite(program_number(line, "grad_norm")));
         skipped += skip;
+        last = !skip && skipped > 0 ? step : last;
         if (skip && step > 1)
             assert_true(program_same_state(run_checkpoint(&fixture, "overflow", step - 1),
                                            run_checkpoint(&fixture, "overflow", step)));
@@ -230,6 +254,8 @@ static void nonfinite_steps_are_skipped(void **state)
     }
     cJSON_Delete(metrics);
     assert_true(skipped >= 2 && skipped <= 4);
+    assert_true(last > 1);
+    update_must_be_traced("overflow", last - 1);
     snprintf(name, sizeof(name), " %llu", (unsigned long long)id);
     run_must_say(&fixture, "overflow", "is not finite; the step is skipped. Its documents:");
     run_must_say(&fixture, "overflow", name);
@@ -298,6 +324,27 @@ static void patience_ends_a_run(void **state)
         assert_int_equal(program_checkpoint(run_path(&fixture, "patience")), 8);
         assert_string_equal(best_of("patience"), "step-00000002");
     }
+}
+
+// Documents too short for a whole block: no block is scored, none is the best, nothing stops.
+static void validation_with_nothing_to_score(void **state)
+{
+    (void)state;
+    static const int64_t lengths[] = {5, 6, 7};
+    struct fixture_options options = {
+        .seed = 8, .layers = 3, .documents = 3, .lengths = lengths, .crc = true};
+    fixture_shard(run_path(&fixture, "val.h5"), &options);
+    set_all((const char *const[]){"anchors.tail=whole", "data.val=[val.h5]", "validation.every=4",
+                                  NULL});
+    assert_int_equal(run_train(&fixture, "nothing", NULL), 0);
+    cJSON *metrics = program_metrics(run_path(&fixture, "nothing"));
+    const cJSON *line = program_line(metrics, 4, "val_loss");
+    assert_non_null(line);
+    assert_true(isnan(program_number(line, "val_loss")));
+    must_be_near(program_number(line, "val_walk_blocks"), 0.0, 0.0, "val_walk_blocks");
+    assert_false(cJSON_IsTrue(cJSON_GetObjectItem(line, "val_best")));
+    cJSON_Delete(metrics);
+    assert_string_equal(best_of("nothing"), "");
 }
 
 static void best_is_kept_and_marked(void **state)
@@ -483,6 +530,7 @@ int main(void)
         TEST(too_many_nonfinite_steps_stop),
         TEST(empty_steps_change_nothing),
         TEST(patience_ends_a_run),
+        TEST(validation_with_nothing_to_score),
         TEST(best_is_kept_and_marked),
         TEST(eval_is_the_validation),
         TEST(eval_refusals),
