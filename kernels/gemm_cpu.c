@@ -2,6 +2,10 @@
 // and the stream's OpenMP team takes the tiles: OpenBLAS itself computes in the calling thread only
 // (see backend_cpu.c). fp32 operands are multiplied where they lie; bf16 operands are brought into the
 // thread's workspace as fp32, block by block of the inner dimension.
+//
+// In OpenBLAS the last bits of a row depend on how many rows share the call. Products of few rows are
+// therefore padded with zero rows to a multiple of PAD_M, so that a block of a small group has the same
+// bits whether it is alone or not; in larger products that holds up to rounding.
 #include "kernels/gemm.h"
 
 #include <cblas.h>
@@ -13,6 +17,10 @@ enum {
     BLOCK_M = 256, // bf16: rows, columns and inner dimension of what is converted at a time
     BLOCK_N = 256,
     BLOCK_K = 512,
+    PAD_M = 16, // products of less than FEW_M rows are padded to a multiple of this
+    FEW_M = 64,
+    FEW_N = 1024, // their columns and inner dimension at a time
+    FEW_K = 2048,
     LEAST_TILE = 64,   // rows or columns below which another tile costs more than a thread saves
     MULTIPLY_ADDS = 16 // in the time of one element of other ops
 };
@@ -22,6 +30,7 @@ struct workspace {
     float c[BLOCK_M * BLOCK_N];
 };
 _Static_assert(sizeof(struct workspace) <= CPU_WORKSPACE_PER_THREAD, "workspace of one thread");
+_Static_assert(FEW_M *FEW_K <= BLOCK_M * BLOCK_K && FEW_M * FEW_N <= BLOCK_M * BLOCK_N, "few rows");
 
 // Rows and columns of C.
 struct tile {
@@ -59,6 +68,33 @@ static void multiply_f32(const struct gemm *g, const struct tile *tile)
         beta = 1.0f;
     }
     multiply(g, tile->rows, tile->columns, g->k, a, g->lda, b, g->ldb, beta, c, g->ldc);
+}
+
+// A tile of few rows, padded with rows of zeros.
+static void multiply_few(const struct gemm *g, struct workspace *work, const struct tile *tile)
+{
+    int64_t padded = (tile->rows + PAD_M - 1) / PAD_M * PAD_M;
+    for (int64_t column = 0; column < tile->columns; column += FEW_N) {
+        struct tile part = {tile->row, tile->rows, tile->column + column,
+                            min_i64(FEW_N, tile->columns - column)};
+        int64_t n = part.columns;
+        memset(work->c, 0, (size_t)(padded * n) * sizeof(float));
+        if (g->beta != 0.0f)
+            start_sums(g, &part, work->c, n);
+        for (int64_t first = 0; first < g->k; first += FEW_K) {
+            int64_t k = min_i64(FEW_K, g->k - first);
+            memset(work->a, 0, (size_t)(padded * k) * sizeof(float));
+            for (int64_t i = 0; i < part.rows; i++)
+                piece_load(work->a + i * k, row_at(g->a, DTYPE_F32, part.row + i, g->lda),
+                           DTYPE_F32, first, k);
+            const float *b = (const float *)g->b + (g->transpose_b ? part.column * g->ldb + first
+                                                                   : first * g->ldb + part.column);
+            multiply(g, padded, n, k, work->a, k, b, g->ldb, 1.0f, work->c, n);
+        }
+        for (int64_t i = 0; i < part.rows; i++)
+            piece_store(row_of(g->c, DTYPE_F32, part.row + i, g->ldc), work->c + i * n, DTYPE_F32,
+                        part.column, n);
+    }
 }
 
 // A block of a stored matrix as packed fp32.
@@ -152,7 +188,9 @@ void gemm_cpu(struct stream *stream, const struct gemm *gemm)
         for (int64_t column = 0; column < g.n; column += tile_n) {
             struct tile tile = {row, min_i64(tile_m, g.m - row), column,
                                 min_i64(tile_n, g.n - column)};
-            if (f32)
+            if (f32 && g.m < FEW_M && !g.transpose_a)
+                multiply_few(&g, thread_workspace(stream), &tile);
+            else if (f32)
                 multiply_f32(&g, &tile);
             else
                 multiply_block(&g, thread_workspace(stream), &tile);
