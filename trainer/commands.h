@@ -14,21 +14,21 @@ struct options {
     const char *config;
     const char **sets;
     size_t set_count;
-    const char *resume;     // "auto" (default), "none" or a checkpoint directory
+    const char *resume; // "auto" (default), "none" or a checkpoint directory
     bool replan;
     const char *checkpoint; // a checkpoint directory
     const char *out;
     const char *format;
     bool allow_unservable;
-    const char *blocks;     // eval: file for one line a visited block
-    const char *target;     // data check: target directory
-    long long rows;         // eval: rows to score; 0: all
-    bool served;            // eval: weights rounded to bf16, as exports hold them
+    const char *blocks; // eval: file for one line a visited block
+    const char *target; // data check: target directory
+    long long rows;     // eval: rows to score; 0: all
+    bool served;        // eval: weights rounded to bf16, as exports hold them
     bool no_verdicts;
     bool markdown;
-    char **files;           // what follows the options
+    char **files; // what follows the options
     int file_count;
-    const char *command;    // the whole command line as typed
+    const char *command; // the whole command line as typed
 };
 
 int command_train(const struct options *options);

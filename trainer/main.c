@@ -210,11 +210,9 @@ static char *join_command(int argc, char **argv)
     size_t n = 1;
     for (int i = 0; i < argc; i++)
         n += strlen(argv[i]) + 1;
-    char *text = memory_alloc(n, 1);
-    for (int i = 0; i < argc; i++) {
-        strcat(text, argv[i]);
-        strcat(text, i + 1 < argc ? " " : "");
-    }
+    char *text = memory_alloc(n, 1), *end = text;
+    for (int i = 0; i < argc; i++)
+        end = stpcpy(stpcpy(end, argv[i]), i + 1 < argc ? " " : "");
     return text;
 }
 
