@@ -107,6 +107,10 @@ static bool receive_all(int pipe_end, void *bytes, size_t size)
 
 static void child_main(const char *const *paths, size_t count, int pipe_end)
 {
+    // A crash ends the child, whatever handlers the process has: one of them could go on in the child.
+    static const int crashes[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
+    for (size_t i = 0; i < sizeof(crashes) / sizeof(*crashes); i++)
+        signal(crashes[i], SIG_DFL);
     // Another thread may have held the log's lock; below this level it is not taken. What sanitizers
     // and libraries print of a crash is not for the user.
     log_configure(LOG_ERROR, 0);
