@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/error.h"
 #include "base/log.h"
@@ -241,8 +242,19 @@ static int run(const struct command *command, int skip, int argc, char **argv,
     return status == 0 ? command->run(options) : status;
 }
 
+// OpenMP's threads spin while they wait unless told otherwise: beside other work that is ruinous, and
+// alone it gains little. The runtime reads the policy when it is loaded, so the program starts itself
+// again with it; a policy that the user has set stays.
+static void wait_without_spinning(char **argv)
+{
+    if (getenv("OMP_WAIT_POLICY") != NULL || setenv("OMP_WAIT_POLICY", "passive", 1) != 0)
+        return;
+    execv("/proc/self/exe", argv); // returns only when it fails: then the threads spin
+}
+
 int main(int argc, char **argv)
 {
+    wait_without_spinning(argv);
     int skip;
     struct options options = {0};
     if (argc < 2) {
