@@ -452,11 +452,11 @@ static void store_integer(int64_t value, bool beyond, size_t size, bool is_signe
 {
     if (size < 8) {
         int64_t highest = ((int64_t)1 << (8 * size - (is_signed ? 1 : 0))) - 1;
-        int64_t lowest = is_signed ? -highest - 1 : 0;
-        if (beyond || value > highest)
+        // Below 0 without a sign is the highest too: as 0 it would pass for a value of the file.
+        if (beyond || value > highest || (value < 0 && !is_signed))
             value = highest;
-        else if (value < lowest)
-            value = lowest;
+        else if (value < -highest - 1)
+            value = -highest - 1;
     }
     memcpy(out, &value, size); // little-endian machines only, as for the shards' bytes themselves
 }

@@ -184,6 +184,22 @@ static void integers_of_any_width(void **state)
     assert_holds(place->path, &place->fixture);
 }
 
+// A mask below 0 must not read as 0.
+static void negative_masks_stay_wrong(void **state)
+{
+    struct place *place = *state;
+    hsize_t shape = TOKENS;
+    int64_t masks[TOKENS] = {1, -1, -100, 257, 1};
+    uint8_t mask[5];
+    struct shard shard;
+    struct error err = {""};
+    edit_replace_dataset(place->path, "loss_mask", 1, &shape, H5T_NATIVE_INT64, masks);
+    open_sound(&shard, place->path);
+    assert_int_equal(shard_read_mask(&shard, 0, 5, mask, &err), 0);
+    assert_memory_equal(mask, ((uint8_t[]){1, 255, 255, 255, 1}), 5);
+    shard_close(&shard);
+}
+
 static void booleans_as_h5py_writes_them(void **state)
 {
     struct place *place = *state;
@@ -728,6 +744,7 @@ int main(void)
         TEST(datasets_are_contiguous_and_aligned),
         TEST(no_temporary_file_stays),
         TEST(integers_of_any_width),
+        TEST(negative_masks_stay_wrong),
         TEST(booleans_as_h5py_writes_them),
         TEST(signed_bits_of_features),
         TEST(strings_fixed_or_variable),
