@@ -75,6 +75,9 @@ static int check_widths(const struct dflash_sizes *sizes, struct error *err)
     if (sizes->head_dim % 2 != 0)
         faults |= error_add(err, "drafter.head_dim: %lld is odd; the rotary embedding turns pairs",
                             (long long)sizes->head_dim);
+    if (sizes->head_dim > DFLASH_MAX_HEAD_DIM)
+        faults |= error_add(err, "drafter.head_dim: %lld is more than %d",
+                            (long long)sizes->head_dim, DFLASH_MAX_HEAD_DIM);
     if (sizes->block_size < BLOCK_SIZE_MIN || sizes->block_size > BLOCK_SIZE_MAX)
         faults |= error_add(err, "drafter.block_size: %lld is not within %d..%d",
                             (long long)sizes->block_size, BLOCK_SIZE_MIN, BLOCK_SIZE_MAX);

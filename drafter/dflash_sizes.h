@@ -7,7 +7,7 @@
 #include "data/target.h"
 #include "drafter/params.h"
 
-enum { DFLASH_MAX_LAYERS = 256 };
+enum { DFLASH_MAX_LAYERS = 256, DFLASH_MAX_HEAD_DIM = 512 };
 
 struct dflash_sizes {
     int64_t hidden;                              // H

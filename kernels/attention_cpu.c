@@ -14,8 +14,9 @@
 
 enum {
     MAX_ROWS = 128,     // M at most
-    MAX_HEAD_DIM = 256, // D
-    TILE = 512,         // keys
+    MAX_HEAD_DIM = 512, // D
+    TILE = 512,         // keys; half as many of heads wider than WIDE_HEAD
+    WIDE_HEAD = 256,
     BACKWARD_TILE = 128 // context keys whose gradients one thread sums up
 };
 
@@ -25,8 +26,8 @@ struct buffers {
     float dout[MAX_ROWS * MAX_HEAD_DIM];
     float scores[MAX_ROWS * TILE]; // [M, tile]
     float dscores[MAX_ROWS * TILE];
-    float k[TILE * MAX_HEAD_DIM], v[TILE * MAX_HEAD_DIM]; // [tile, D] where not fp32 in place
-    float dk[TILE * MAX_HEAD_DIM], dv[TILE * MAX_HEAD_DIM];
+    float k[TILE * WIDE_HEAD], v[TILE * WIDE_HEAD]; // [tile, D] where not fp32 in place
+    float dk[TILE * WIDE_HEAD], dv[TILE * WIDE_HEAD];
     float max[MAX_ROWS], sum[MAX_ROWS], lse[MAX_ROWS], delta[MAX_ROWS];
 };
 _Static_assert(sizeof(struct buffers) <= CPU_WORKSPACE_PER_THREAD, "buffers of one thread");
@@ -215,8 +216,9 @@ static void each_tile(const struct queries *q, tile_fn *function)
     function(q, &own);
     int64_t begin, end;
     context_range(q->op, q->block, &begin, &end);
-    for (int64_t first = begin; first < end; first += TILE) {
-        struct tile tile = tile_make(q, false, first, min_i64(TILE, end - first));
+    int64_t keys = q->op->head_dim <= WIDE_HEAD ? TILE : TILE / 2;
+    for (int64_t first = begin; first < end; first += keys) {
+        struct tile tile = tile_make(q, false, first, min_i64(keys, end - first));
         function(q, &tile);
     }
 }

@@ -184,6 +184,12 @@ static void block_too_big(struct drafter_config *config, struct target *target, 
     config->block_size = 65;
 }
 
+static void wide_head(struct drafter_config *config, struct target *target, int64_t *ids)
+{
+    (void)config, (void)ids;
+    target->head_dim = 514;
+}
+
 static const struct refusal refusals[] = {
     {"drafter.mask_token_id", no_mask},      {"drafter.mask_token_id", mask_is_eos},
     {"drafter.mask_token_id", mask_outside}, {"drafter.num_attention_heads", heads_do_not_divide},
@@ -192,6 +198,7 @@ static const struct refusal refusals[] = {
     {"target.layer_ids", layer_negative},    {"target.layer_ids", layer_twice},
     {"drafter.sliding_window", no_window},   {"drafter.layer_types", unknown_type},
     {"drafter.layer_types", too_few_types},  {"drafter.block_size", block_too_big},
+    {"drafter.head_dim", wide_head},
 };
 
 static void faults_are_refused_by_key(void **state)
