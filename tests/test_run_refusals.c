@@ -64,6 +64,7 @@ static const struct command_line {
     {"--rows: not a number", {"eval", "--rows", "-1"}},
     {"--out is required", {"trace", "--config", "x.yaml"}},
     {"--format is required", {"export", "--checkpoint", "x", "--out", "y"}},
+    {"--format hf", {"export", "--checkpoint", "x", "--format", "hf", "--out", "y"}},
     {"name the shards", {"data", "check"}},
     {"name the shards", {"data", "stats"}},
     {"there-is-none.yaml", {"--config", "there-is-none.yaml"}},
@@ -302,6 +303,24 @@ static void other_layers(void **state)
     fixture_shard(run_path(&fixture, "val.h5"), &val);
 }
 
+// A key that the config leaves to the target, and another target at the same place.
+static void other_target_defaults(void **state)
+{
+    (void)state;
+    copy_run("theta");
+    char *command = memory_format("sed -i 's/\"rope_theta\": 10000.0/\"rope_theta\": 50000.0/' %s",
+                                  run_path(&fixture, "target/config.json"));
+    assert_int_equal(system(command), 0);
+    must_refuse("theta", "drafter.rope_theta", "--set", "run.max_steps=9");
+    run_must_say(&fixture, "theta", "was trained with 10000, and it is 50000 now");
+    free(command);
+    command = memory_format("sed -i 's/\"rope_theta\": 50000.0/\"rope_theta\": 10000.0/' %s",
+                            run_path(&fixture, "target/config.json"));
+    assert_int_equal(system(command), 0);
+    free(command);
+    assert_int_equal(run_train(&fixture, "theta", "--set", "run.max_steps=9", NULL), 0);
+}
+
 // A checkpoint of another run folder: a stop before the first step leaves one here as well.
 static void checkpoint_of_another_folder(void **state)
 {
@@ -355,6 +374,7 @@ int main(void)
         cmocka_unit_test(other_execution),
         cmocka_unit_test(other_data),
         cmocka_unit_test(other_layers),
+        cmocka_unit_test(other_target_defaults),
         cmocka_unit_test(checkpoint_of_another_folder),
         cmocka_unit_test(run_folder_says_how),
     };

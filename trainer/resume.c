@@ -1,6 +1,7 @@
 // Owns the decision where a run continues.
 #include "trainer/resume.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -57,6 +58,35 @@ static int compare_layers(const char *checkpoint, const struct session *session,
     return status;
 }
 
+// What the config left to the target's config.json is in the checkpoint's config.json: another target,
+// or an edited one, must not change what is trained. Sizes that change tensors show there.
+static int compare_target_defaults(const char *checkpoint, const struct session *session,
+                                   struct error *err)
+{
+    char *path = memory_format("%s/config.json", checkpoint);
+    struct json_file file;
+    int status = json_open(&file, path, err);
+    free(path);
+    if (status != 0)
+        return -1;
+    const struct dflash_sizes *sizes = &session->sizes;
+    const struct {
+        const char *key;
+        double now;
+    } values[] = {{"rope_theta", sizes->rope_theta}, {"rms_norm_eps", sizes->eps}};
+    for (size_t i = 0; i < sizeof(values) / sizeof(*values); i++) {
+        const cJSON *was = cJSON_GetObjectItemCaseSensitive(file.root, values[i].key);
+        if (cJSON_IsNumber(was) &&
+            !(fabs(was->valuedouble - values[i].now) <= 1e-6 * fabs(values[i].now)))
+            status = error_add(err,
+                               "drafter.%s: %s was trained with %g, and it is %g now: the "
+                               "config.json of target.path is not what it was",
+                               values[i].key, checkpoint, was->valuedouble, values[i].now);
+    }
+    json_close(&file);
+    return status;
+}
+
 int resume_check_drafter(const char *checkpoint, const struct session *session, struct error *err)
 {
     char *path = memory_format("%s/config.yaml", checkpoint);
@@ -67,6 +97,8 @@ int resume_check_drafter(const char *checkpoint, const struct session *session, 
         status = config_compare_drafter(&before, session->config, err);
     if (status == 0)
         status = compare_layers(checkpoint, session, err);
+    if (status == 0)
+        status = compare_target_defaults(checkpoint, session, err);
     config_release(&before);
     free(path);
     return status;
@@ -155,7 +187,8 @@ int resume_find(struct resume *resume, const struct run_folder *folder, struct s
         return -1;
     }
     if (compare_config(resume, session, err) != 0 ||
-        compare_layers(resume->path, session, err) != 0)
+        compare_layers(resume->path, session, err) != 0 ||
+        compare_target_defaults(resume->path, session, err) != 0)
         return -1;
     return obey_frozen(resume, session, err);
 }

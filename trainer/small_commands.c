@@ -22,6 +22,10 @@ int command_config(const struct options *options)
 int command_export(const struct options *options)
 {
     struct error err = {0};
+    if (strcmp(options->format, "zlab") != 0) {
+        log_error("--format %s: this program writes zlab", options->format);
+        return EXIT_REFUSED;
+    }
     if (export_command(options->checkpoint, options->format, options->out,
                        options->allow_unservable, &err) == 0)
         return EXIT_DONE;
