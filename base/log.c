@@ -3,9 +3,11 @@
 
 #include <pthread.h>
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -39,13 +41,22 @@ int log_file_set(const char *path)
     return 0;
 }
 
+// The status line, cut to the terminal's width: only a line that does not wrap can be taken back.
+static void draw_status(void)
+{
+    struct winsize size;
+    bool known = ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 1;
+    fprintf(stderr, "%.*s", known ? size.ws_col - 1 : (int)sizeof(log_state.status),
+            log_state.status);
+}
+
 void log_status_line(const char *text)
 {
     pthread_mutex_lock(&log_state.lock);
     if (log_state.status[0] != '\0' || text != NULL)
         fputs("\r\033[K", stderr);
     snprintf(log_state.status, sizeof(log_state.status), "%s", text != NULL ? text : "");
-    fputs(log_state.status, stderr);
+    draw_status();
     fflush(stderr);
     pthread_mutex_unlock(&log_state.lock);
 }
@@ -63,8 +74,7 @@ static void write_message(enum log_level level, const char *format, va_list args
     if (log_state.status[0] != '\0')
         fputs("\r\033[K", stderr);
     fprintf(stderr, "%s %s %d %s\n", stamp, level_names[level], log_state.rank, message);
-    if (log_state.status[0] != '\0')
-        fputs(log_state.status, stderr);
+    draw_status();
     fflush(stderr);
     if (log_state.file != NULL) {
         fprintf(log_state.file, "%s %s %d %s\n", stamp, level_names[level], log_state.rank,

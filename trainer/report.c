@@ -195,15 +195,16 @@ static void show_progress(struct run_folder *folder, const struct step_report *r
     double per_step = folder->recent_seconds / folder->recent_steps;
     char eta[32], text[320];
     format_time(eta, sizeof(eta), per_step * (double)(report->total_steps - report->step));
+    // What matters first: a terminal's line is cut to its width.
     snprintf(
         text, sizeof(text),
-        "step %lld/%lld  loss %.4f  accept_len %.3f  lr %.3g  %.0f tokens/s  data wait %.0f %%  "
-        "%.2f GB  ETA %s%s",
-        (long long)report->step, (long long)report->total_steps,
-        metrics_loss(report->metrics, report->normalize), metrics_accept_len(report->metrics),
-        report->lr, ratio(folder->recent_tokens, folder->recent_seconds),
-        100.0 * ratio(folder->recent_wait, folder->recent_seconds), 1e-9 * report->memory_bytes,
-        eta, report->skipped ? "  (skipped)" : "");
+        "step %lld/%lld  ETA %s%s  loss %.4f  accept_len %.3f  %.0f tokens/s  data wait %.0f %%  "
+        "lr %.3g  %.2f GB",
+        (long long)report->step, (long long)report->total_steps, eta,
+        report->skipped ? "  (skipped)" : "", metrics_loss(report->metrics, report->normalize),
+        metrics_accept_len(report->metrics), ratio(folder->recent_tokens, folder->recent_seconds),
+        100.0 * ratio(folder->recent_wait, folder->recent_seconds), report->lr,
+        1e-9 * report->memory_bytes);
     if (folder->terminal)
         log_status_line(text);
     else
