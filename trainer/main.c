@@ -104,8 +104,15 @@ static const struct command *find_command(int argc, char **argv, int *skip)
     return NULL;
 }
 
-static int unknown_command(char **argv)
+static int unknown_command(int argc, char **argv)
 {
+    if (strcmp(argv[1], "data") == 0) {
+        fprintf(stderr, "dtrain data: say check or stats");
+        if (argc > 2 && argv[2][0] != '-')
+            fprintf(stderr, ", not %s", argv[2]);
+        fprintf(stderr, "; see dtrain --help\n");
+        return EXIT_REFUSED;
+    }
     const char *names[COMMAND_COUNT];
     for (size_t i = 0; i < COMMAND_COUNT; i++)
         names[i] = commands[i].name;
@@ -223,10 +230,10 @@ static int run(const struct command *command, int skip, int argc, char **argv,
     int status = 0, id;
     optind = 1;
     while (status == 0 &&
-           (id = getopt_long(argc - skip, argv + skip, "", long_options, NULL)) != -1) {
+           (id = getopt_long(argc - skip, argv + skip, "h", long_options, NULL)) != -1) {
         if (id == '?')
             status = EXIT_REFUSED;
-        else if (id == OPTION_HELP) {
+        else if (id == OPTION_HELP || id == 'h') {
             help_print(stdout, command->name, skip == 0);
             return EXIT_DONE;
         } else if (id == OPTION_VERSION) {
@@ -263,7 +270,7 @@ int main(int argc, char **argv)
     }
     const struct command *command = find_command(argc, argv, &skip);
     if (command == NULL)
-        return unknown_command(argv);
+        return unknown_command(argc, argv);
     char *line = join_command(argc, argv);
     options.sets = memory_alloc((size_t)argc, sizeof(*options.sets));
     options.command = line;
