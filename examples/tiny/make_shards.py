@@ -49,9 +49,10 @@ class Batch:
         self.running = np.arange(len(prompts))
         self.cache = model.new_cache(len(prompts), positions)
 
-    def run(self, choose):
+    def run(self, choose, progress):
         """choose(documents, logits) -> next tokens, for documents that are past their prompts."""
         for position in range(self.positions):
+            progress(position)
             tokens = np.array([self.ids[d][position] for d in self.running])
             states, logits = self.model.step(tokens, position, self.cache, self.layer_ids)
             self._keep(position, states, logits)
@@ -99,6 +100,14 @@ def chooser(names, temperature, seed):
     return choose
 
 
+def show_progress(text, position):
+    """A live line on a terminal, otherwise a line now and then."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+    elif position % 100 == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
 def answer(model, lines, first, args, temperature):
     """-> list of (doc_id, ids, mask, states, teacher); `first` numbers the first line in text.txt."""
     documents = []
@@ -106,7 +115,9 @@ def answer(model, lines, first, args, temperature):
         prompts = [prompt_of(line) for line in lines[at:at + TOGETHER]]
         names = range(first + at, first + at + len(prompts))
         batch = Batch(model, prompts, args.tokens, args.layer_ids)
-        batch.run(chooser(names, temperature, args.seed))
+        batch.run(chooser(names, temperature, args.seed), lambda position: show_progress(
+            f"documents {at + 1} to {at + len(prompts)} of {len(lines)}: position {position} of at most {args.tokens}",
+            position))
         for name, (ids, mask, *rest) in zip(names, batch.documents()):
             documents.append((document_id(f"text.txt:{name}", 0, ids, mask), ids, mask, *rest))
     return documents
@@ -123,6 +134,8 @@ def write_shard(path, model, documents, args):
     for index, (_, *document) in enumerate(documents):
         shard.write(index, *document)
     shard.finish()
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
     tokens, supervised = (sum(int(f) for f in count) for count in
                           zip(*((len(d[1]), d[2].sum()) for d in documents)))
     print(f"{path}: {len(documents)} documents, {tokens:,} tokens, {supervised:,} supervised, "
@@ -153,6 +166,9 @@ def main():
     known = len(lines) - HELD_OUT
     if not 1 <= args.train <= known:
         sys.exit(f"--train must be 1..{known}")
+    longest = max(len(prompt_of(line)) for line in lines[:args.train] + lines[known:known + args.val])
+    if args.tokens < longest:
+        sys.exit(f"--tokens must be at least {longest}, the longest prompt")
     model = TinyModel(args.model)
     args.layer_ids = default_layer_ids(len(model.layers), 3)
     write_target_directory(os.path.join(args.out, "target"), os.path.join(args.model, "config.json"),
