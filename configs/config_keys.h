@@ -95,7 +95,7 @@
     FLAG(sliding_window_non_causal, false, KEEP, "sliding layers see the whole own block; servers do not run this") \
     CHOICE(window_origin, query, "query\0anchor", KEEP, "where the window is measured from; anchor reproduces speculators") \
     REAL(init_std, 0.02, 0.0, 1.0, KEEP, "standard deviation of initial weights; norms start at 1") \
-    PATH(init_from, NULL, FREE, "directory of a drafter to start from (z-lab layout)") \
+    PATH(init_from, NULL, FREE, "directory of a released drafter to start from; not built yet: refused") \
     INT(ttt_steps, 7, 1, 16, KEEP, "eagle3: unrolled steps") \
     PATH(draft_vocab, NULL, KEEP, "eagle3: vocabulary map; default: the full vocabulary") \
     CHOICE(lm_head, frozen, "frozen\0trainable", KEEP, "eagle3: the head over the draft vocabulary") \

@@ -275,6 +275,10 @@ int main(int argc, char **argv)
     options.sets = memory_alloc((size_t)argc, sizeof(*options.sets));
     options.command = line;
     int status = run(command, skip, argc, argv, &options);
+    if ((fflush(stdout) != 0 || ferror(stdout)) && status == EXIT_DONE) {
+        log_error("standard output can not be written");
+        status = EXIT_FAILED;
+    }
     free(options.sets);
     free(line);
     return status;

@@ -150,7 +150,7 @@ int session_open(struct session *session, struct config *config, int needs, stru
     if (documents_select_planes(documents, &config->target.layer_ids, session->target.layers,
                                 session->plane, DFLASH_MAX_LAYERS, &session->features,
                                 &session->last_plane, err) != 0)
-        return error_prefix(err, "target.layer_ids");
+        return -1;
     if (check_teacher(session, err) != 0)
         return -1;
     for (int64_t l = 0; l < session->features; l++)

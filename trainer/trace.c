@@ -1,8 +1,10 @@
 // `dtrain trace`: one optimizer step in one safetensors file, with everything needed to compute it
 // again elsewhere. Layout: docs/file-formats.md.
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/log.h"
 #include "data/prefetch.h"
@@ -227,7 +229,7 @@ static void add_metadata(struct trace_file *file, const struct trace *trace)
     free(json);
 }
 
-static int write_trace(struct trace *trace, const char *path, struct error *err)
+static int write_file(struct trace *trace, const char *path, struct error *err)
 {
     struct trace_file file = {0};
     const struct metrics *metrics = &trace->step.metrics;
@@ -265,6 +267,19 @@ static int write_trace(struct trace *trace, const char *path, struct error *err)
         return -1;
     }
     return safetensors_writer_close(file.writer, true, err);
+}
+
+// By way of a temporary name, so that a failure leaves what was there.
+static int write_trace(struct trace *trace, const char *path, struct error *err)
+{
+    char *temporary = memory_format("%s.tmp", path);
+    int status = write_file(trace, temporary, err);
+    if (status == 0 && rename(temporary, path) != 0) {
+        status = error_set(err, "--out %s: %s", path, strerror(errno));
+        unlink(temporary);
+    }
+    free(temporary);
+    return status;
 }
 
 // The rows of the step that follows the counters.

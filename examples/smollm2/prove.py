@@ -24,6 +24,17 @@ HERE = pathlib.Path(__file__).resolve().parent
 DECODE = HERE.parent.parent / "tools" / "decode.py"
 
 
+class Results:
+    """Lines of the table, printed and written as they come."""
+
+    def __init__(self, path):
+        self.file = open(path, "w")
+
+    def append(self, line):
+        for out in (sys.stdout, self.file):
+            print(f"{line[0]}: {line[1]}", file=out, flush=True)
+
+
 def run(command, log, check=True):
     """Runs a command, keeps its output in a log file, returns (status, output)."""
     result = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE,
@@ -60,18 +71,22 @@ def read_blocks(path):
     return {(line["doc_id"], line["anchor"]): line["accepted"] for line in lines}
 
 
-def decode(args, drafter, name):
-    """-> (tokens per block, blocks, last line) of real speculative decoding of held-out documents."""
+def tokens_per_block(blocks):
+    return sum(blocks.values()) / len(blocks) + 1
+
+
+def decode(args, drafter, name, documents):
+    """-> (blocks by (document, anchor), last line) of real speculative decoding of held-out documents."""
     blocks = args.out / f"decode-{name}.jsonl"
     model = ["--model", args.model] if args.model else ["--gguf", args.gguf]
     _, text = run([sys.executable, DECODE, *model, "--drafter", drafter, "--shard",
-                   args.features / "val-00000.h5", "--limit", args.documents, "--dtype", "float32",
+                   args.features / "val-00000.h5", "--limit", documents, "--dtype", "float32",
                    "--device", args.device, "--bf16-features", "--blocks-out", blocks],
                   args.out / f"decode-{name}.log", check=False)
     found = read_blocks(blocks)
     if not found:
         sys.exit(f"decode-{name}: no blocks\n{text[-3000:]}")
-    return sum(found.values()) / len(found) + 1, found, text.strip().splitlines()[-1]
+    return found, text.strip().splitlines()[-1]
 
 
 def edited_export(args, name, change):
@@ -168,13 +183,13 @@ def train_and_agree(args, results):
     run([args.dtrain, "export", "--checkpoint", args.out / "run/checkpoints/best", "--format", "zlab", "--out",
          args.out / "drafter"], args.out / "export.log")
     walk, scored = evaluate(args, args.features / "val-00000.h5", "val")
-    mean, decoded, last = decode(args, args.out / "drafter", "true")
+    decoded, last = decode(args, args.out / "drafter", "true", args.documents)
     same = sum(scored.get(key) == value for key, value in decoded.items())
     results.append(("eval, all held-out documents", f"{walk:.4f} tokens per block"))
     results.append((f"decoding, {args.documents} of them", last))
     results.append(("blocks of decoding that eval's walk has too, with the same length",
                     f"{same} of {len(decoded)} ({100 * same / len(decoded):.2f} %)"))
-    return walk, mean
+    return walk, decoded
 
 
 def main():
@@ -185,27 +200,29 @@ def main():
     parser.add_argument("--gguf")
     parser.add_argument("--out", required=True, type=pathlib.Path)
     parser.add_argument("--documents", type=int, default=20)
+    parser.add_argument("--mutant-documents", type=int, default=8)
     parser.add_argument("--device", default="cpu", help="of the target when decoding")
     parser.add_argument("--set", action="append", default=[], help="config keys to change")
     parser.add_argument("--keep", action="store_true", help="use the training run that is there")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    results = []
-    walk, mean = train_and_agree(args, results)
+    results = Results(args.out / "results.txt")
+    walk, decoded = train_and_agree(args, results)
     for name, change in (("layer ids + 1", next_layer_ids), ("rope theta / 10", other_theta),
                          ("window one block short", window_one_block_off)):
         folder = edited_export(args, name.split()[0], change)
-        other = decode(args, folder, name.split()[0])[0]
-        results.append((f"mutant of the export: {name}", f"decoding {mean:.3f} -> {other:.3f} tokens per block"))
+        other = decode(args, folder, name.split()[0], args.mutant_documents)[0]
+        seen = {document for document, _ in other}
+        same = {key: value for key, value in decoded.items() if key[0] in seen}
+        results.append((f"mutant of the export: {name}",
+                        f"decoding {tokens_per_block(same):.3f} -> {tokens_per_block(other):.3f} tokens per block "
+                        f"({len(seen)} documents)"))
     for name, change in (("norm applied twice", norm_twice(args)), ("labels one late", labels_one_late)):
         path = edited_shard(args, name.split()[0], change)
         other = evaluate(args, path, name.split()[0])[0]
         status, verdict = check_data(args, path, name.split()[0])
         results.append((f"mutant of the shards: {name}", f"eval {walk:.3f} -> {other:.3f} tokens per block; "
                                                          f"data check exit status {status}: top-1{verdict}"))
-    table = "\n".join(f"{name}: {value}" for name, value in results)
-    (args.out / "results.txt").write_text(table + "\n")
-    print(table)
 
 
 if __name__ == "__main__":
