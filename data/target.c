@@ -10,6 +10,8 @@
 #include <unistd.h>
 
 #include "base/bf16.h"
+#include "base/crc32c.h"
+#include "base/rng.h"
 #include "data/safetensors.h"
 #include "data/target_internal.h"
 
@@ -363,4 +365,22 @@ void target_close(struct target *target)
     free(target->architecture);
     free(target->special_ids);
     *target = (struct target){0};
+}
+
+static uint64_t mix_rows(uint64_t hash, const struct target_tensor *tensor)
+{
+    enum { ROWS = 1000 };
+    size_t bytes = (size_t)tensor->columns * dtype_size(tensor->dtype);
+    int64_t step = tensor->rows > ROWS ? tensor->rows / ROWS : 1;
+    uint32_t crc = 0;
+    for (int64_t row = 0; row < tensor->rows; row += step)
+        crc = crc32c(crc, (const unsigned char *)tensor->data + (size_t)row * bytes, bytes);
+    return rng_mix(hash, crc);
+}
+
+uint64_t target_fingerprint(const struct target *target)
+{
+    uint64_t hash = mix_rows(0, &target->norm);
+    hash = mix_rows(hash, &target->embed);
+    return mix_rows(hash, &target->head);
 }

@@ -45,6 +45,9 @@ struct target {
 
 // final_logit_softcapping, head bias and the like, unknown norm families etc. are refused here.
 int target_open(struct target *target, const char *path, struct error *err);
+// Tells one set of frozen weights from another: of the norm, and of rows of embedding and head that are
+// spread evenly (a thousand of each at most).
+uint64_t target_fingerprint(const struct target *target);
 void target_close(struct target *target);
 
 #endif

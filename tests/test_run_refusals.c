@@ -51,8 +51,8 @@ static const struct command_line {
 } bad_command_lines[] = {
     {"--help", {NULL}},
     {"unknown command trian; did you mean train?", {"trian"}},
-    {"unknown command data", {"data"}},
-    {"unknown command data", {"data", "chek", "x.h5"}},
+    {"say check or stats", {"data"}},
+    {"say check or stats, not chek", {"data", "chek", "x.h5"}},
     {"--config is required", {"train"}},
     {"--config is required", {"--resume", "auto"}},
     {"unrecognized option", {"--confg", "x.yaml"}},
@@ -288,6 +288,19 @@ static void other_data(void **state)
     assert_int_equal(run_train(&fixture, "data", "--set", "run.max_steps=9", NULL), 0);
 }
 
+// A target of the same sizes with other weights is another teacher.
+static void other_target(void **state)
+{
+    (void)state;
+    struct run_target target = {"qwen3", 8, 64, 1.0, 0.2, 12};
+    copy_run("teacher");
+    run_target_write(run_path(&fixture, "target"), &target);
+    must_refuse("teacher", "the weights of target.path have changed", "--set", "run.max_steps=9");
+    target.seed = 11;
+    run_target_write(run_path(&fixture, "target"), &target);
+    assert_int_equal(run_train(&fixture, "teacher", "--set", "run.max_steps=9", NULL), 0);
+}
+
 // The same documents, extracted anew from other layers.
 static void other_layers(void **state)
 {
@@ -373,6 +386,7 @@ int main(void)
         cmocka_unit_test(other_config),
         cmocka_unit_test(other_execution),
         cmocka_unit_test(other_data),
+        cmocka_unit_test(other_target),
         cmocka_unit_test(other_layers),
         cmocka_unit_test(other_target_defaults),
         cmocka_unit_test(checkpoint_of_another_folder),

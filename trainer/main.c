@@ -106,6 +106,12 @@ static const struct command *find_command(int argc, char **argv, int *skip)
 
 static int unknown_command(int argc, char **argv)
 {
+    if (strcmp(argv[1], "data") == 0 && argc > 2 && strcmp(argv[2], "--help") == 0) {
+        help_print(stdout, "data check", false);
+        printf("\n");
+        help_print(stdout, "data stats", false);
+        return EXIT_DONE;
+    }
     if (strcmp(argv[1], "data") == 0) {
         fprintf(stderr, "dtrain data: say check or stats");
         if (argc > 2 && argv[2][0] != '-')

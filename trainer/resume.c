@@ -211,11 +211,13 @@ int resume_load(struct resume *resume, const struct session *session, struct mod
         return -1;
     }
     if (fingerprint != session_fingerprint(session))
-        return error_set(err,
-                         "%s was trained on other data: the documents of data.train have changed "
-                         "since, or others of them are left out (%lld are now, as bad by ids or "
-                         "by a verdict file beside their shard)",
-                         resume->path, (long long)session->train.dropped_bad);
+        return error_set(
+            err,
+            "%s was trained on other data: the documents of data.train or the weights of "
+            "target.path have changed since, or other documents are left out (%lld are now, as bad "
+            "by ids or "
+            "by a verdict file beside their shard)",
+            resume->path, (long long)session->train.dropped_bad);
     log_info("resuming from %s", resume->path);
     return 0;
 }

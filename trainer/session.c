@@ -191,7 +191,8 @@ struct step_setup session_step_setup(const struct session *session, bool trainin
 
 uint64_t session_fingerprint(const struct session *session)
 {
-    return rng_mix(session->train.fingerprint, session->train.kept_fingerprint);
+    uint64_t data = rng_mix(session->train.fingerprint, session->train.kept_fingerprint);
+    return rng_mix(data, target_fingerprint(&session->target));
 }
 
 void session_pack_epoch(void *session, uint64_t epoch, struct packing *packing)

@@ -36,7 +36,8 @@ int session_open(struct session *session, struct config *config, int needs, stru
 void session_close(struct session *session);
 // Documents whose planes, head and so on a step is set up for: train if open, else val.
 const struct documents *session_documents(const struct session *session);
-// What a resumed run must find again: all training documents, and which of them are trained on.
+// What a resumed run must find again: all training documents, which of them are trained on, and the
+// target's weights.
 uint64_t session_fingerprint(const struct session *session);
 struct step_setup session_step_setup(const struct session *session, bool training);
 
