@@ -127,6 +127,7 @@ def shard_attributes(args, tokenizer, template, with_text):
 
 def extract(args):
     sources = read_sources(args.input, args.limit)
+    validation_keys([source.key for source in sources], args.split_val, args.seed)  # refused before the work
     say(f"{len(sources)} input lines; loading the target")
     import torch
     from dtrain_tools.answers import AnswerLog, Answerer, documents_of
