@@ -7,7 +7,7 @@ INSTALL ?= yes
 # Most tests use two threads.
 JOBS ?= $(shell echo $$((($$(nproc) + 1) / 2)))
 
-.PHONY: all install build test demo clean
+.PHONY: all install configure build test demo clean
 all: build
 
 install:
@@ -15,14 +15,17 @@ ifneq ($(INSTALL),no)
 	@.ci/install
 endif
 
-build: install
+configure: install
 	@cmake -S . -B $(BUILD) -G Ninja $(CMAKE_FLAGS)
+
+build: configure
 	@cmake --build $(BUILD)
 
 test: build
 	@ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS)
 
-demo: build
+demo: configure
+	@cmake --build $(BUILD) --target dtrain
 	@examples/tiny/demo $(BUILD)
 
 clean:

@@ -15,8 +15,13 @@ enum { HOST_STATS = 5 }; // loss, student_lse, teacher_lse, overlap, confidence;
 void loss_plan(struct loss *loss, const struct loss_options *options, struct arena *arena)
 {
     const struct loss_config *c = options->config;
-    const double weight[LOSS_TERM_COUNT] = {c->kl,      c->reverse_kl, c->js,  c->ce_teacher,
-                                            c->ce_data, c->tv,         c->nla, c->lk};
+    const double weight[LOSS_TERM_COUNT] = {
+        [LOSS_KL] = c->kl,           [LOSS_REVERSE_KL] = c->reverse_kl,
+        [LOSS_JS] = c->js,           [LOSS_CE_TEACHER] = c->ce_teacher,
+        [LOSS_CE_DATA] = c->ce_data, [LOSS_TV] = c->tv,
+        [LOSS_NLA] = c->nla,         [LOSS_LK] = c->lk,
+    };
+    _Static_assert(LOSS_TERM_COUNT == 8, "a new term needs its config key here");
     int64_t rows = options->group_rows, chunk = options->chunk_rows, h = options->hidden;
 
     *loss = (struct loss){.options = *options};
