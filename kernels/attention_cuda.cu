@@ -11,7 +11,8 @@
 #include "kernels/cuda_internal.cuh"
 
 enum {
-    SIDE = 16, // threads of a CTA are SIDE x SIDE; thread (y, x) has rows y + 16 i, columns x + 16 j
+    SIDE =
+        16, // threads of a CTA are SIDE x SIDE; thread (y, x) has rows y + 16 i, columns x + 16 j
     THREADS = SIDE * SIDE,
     RANGE_THREADS = 128,
     MAX_HEAD_DIM = 256
@@ -100,8 +101,8 @@ static __device__ void load_v(const struct attention &op, int64_t block, int64_t
         load_keys<TILE>(op, (const Type *)op.v_block, op.v_block_stride,
                         block * op.block_size + keys.first, keys.count, kv_head, to);
     else
-        load_keys<TILE>(op, (const Type *)op.v_context, op.v_context_stride, keys.first,
-                        keys.count, kv_head, to);
+        load_keys<TILE>(op, (const Type *)op.v_context, op.v_context_stride, keys.first, keys.count,
+                        kv_head, to);
 }
 
 // Which keys a query sees: positions of the context, or slots of its block, in [begin, end).
@@ -163,9 +164,9 @@ static __device__ __forceinline__ void dots(const float *a, const float *b, int 
 // sum[i][j] += over n: weight of (row y + 16 i, n) times element x + 16 j of row n of `rows`. The weight
 // lies at weights[row * (TILE + 1) + n], or transposed at weights[n * (TILE + 1) + row].
 template <int TILE, int DEPTH, bool TRANSPOSED>
-static __device__ __forceinline__ void
-weighted_rows(const float *weights, const float *rows, int stride, int depth,
-              float (*sum)[DEPTH / SIDE])
+static __device__ __forceinline__ void weighted_rows(const float *weights, const float *rows,
+                                                     int stride, int depth,
+                                                     float (*sum)[DEPTH / SIDE])
 {
     int y = threadIdx.x / SIDE, x = threadIdx.x % SIDE;
     for (int n = 0; n < TILE; n++) {
@@ -322,7 +323,8 @@ template <int TILE> static __device__ struct queries queries_of(const struct att
     return q;
 }
 
-template <typename Type, int TILE, int DEPTH> static __global__ void __launch_bounds__(THREADS)
+template <typename Type, int TILE, int DEPTH>
+static __global__ void __launch_bounds__(THREADS)
     forward_kernel(struct attention op, const struct range *ranges)
 {
     extern __shared__ float4 shared[];
@@ -460,8 +462,7 @@ template <int TILE> struct query_rows {
 
 template <int TILE>
 static __device__ struct query_rows<TILE> rows_of(const struct attention &op,
-                                                  const struct queries &q)
-{
+                                                  const struct queries &q) {
     struct query_rows<TILE> rows;
 #pragma unroll
     for (int i = 0; i < TILE / SIDE; i++) {
@@ -499,7 +500,8 @@ static __device__ void tile_gradients(const struct attention &op, const struct k
 }
 
 // dq of a tile of queries: over all keys that they see.
-template <typename Type, int TILE, int DEPTH> static __global__ void __launch_bounds__(THREADS)
+template <typename Type, int TILE, int DEPTH>
+static __global__ void __launch_bounds__(THREADS)
     dq_kernel(struct attention op, const struct range *ranges)
 {
     extern __shared__ float4 shared[];
@@ -559,8 +561,8 @@ static __device__ void add_block(const struct attention &op, int64_t block, int6
 }
 
 // dk and dv of a tile of the block's own keys: blockIdx.x is block * tiles + tile of slots.
-template <typename Type, int TILE, int DEPTH> static __global__ void __launch_bounds__(THREADS)
-    dkv_block_kernel(struct attention op)
+template <typename Type, int TILE, int DEPTH>
+static __global__ void __launch_bounds__(THREADS) dkv_block_kernel(struct attention op)
 {
     extern __shared__ float4 shared[];
     struct backward_tiles t = tiles_of<TILE>((float *)shared, tile_stride(op.head_dim));
@@ -593,7 +595,8 @@ template <typename Type, int TILE, int DEPTH> static __global__ void __launch_bo
 }
 
 // dk and dv of a tile of context keys, blockIdx.x: over all blocks that see some of it, in order.
-template <typename Type, int TILE, int DEPTH> static __global__ void __launch_bounds__(THREADS)
+template <typename Type, int TILE, int DEPTH>
+static __global__ void __launch_bounds__(THREADS)
     dkv_context_kernel(struct attention op, const struct range *ranges)
 {
     extern __shared__ float4 shared[];

@@ -155,21 +155,9 @@ static int check_device(struct error *why)
 const struct backend *backend_cuda(struct error *why)
 {
     static const struct backend backend = {
-        "cuda",
-        &kernels_cuda,
-        cuda_describe,
-        cuda_alloc,
-        cuda_free,
-        cuda_host_alloc,
-        cuda_host_free,
-        cuda_copy_in,
-        cuda_copy_out,
-        cuda_copy,
-        cuda_zero,
-        cuda_sync,
-        cuda_workspace_bytes,
-        cuda_stream_open,
-        cuda_stream_close,
+        "cuda",          &kernels_cuda,  cuda_describe,        cuda_alloc,       cuda_free,
+        cuda_host_alloc, cuda_host_free, cuda_copy_in,         cuda_copy_out,    cuda_copy,
+        cuda_zero,       cuda_sync,      cuda_workspace_bytes, cuda_stream_open, cuda_stream_close,
     };
     int devices = 0;
     cudaError_t status = cudaGetDeviceCount(&devices);

@@ -12,7 +12,7 @@
 #include "kernels/backend.h"
 #include "kernels/gemm.h"
 
-#define cuda_check(call) cuda_check_status((call), #call, __FILE__, __LINE__)
+#define cuda_check(call)   cuda_check_status((call), #call, __FILE__, __LINE__)
 #define cublas_check(call) cublas_check_status((call), #call, __FILE__, __LINE__)
 
 static inline void cuda_check_status(cudaError_t status, const char *call, const char *file,

@@ -83,17 +83,18 @@ static void problem_init(struct problem *p, const struct gemm *g)
         cublasLtMatmulDescSetAttribute(&p->product, CUBLASLT_MATMUL_DESC_TRANSA, &a, sizeof(a)));
     cublas_check(
         cublasLtMatmulDescSetAttribute(&p->product, CUBLASLT_MATMUL_DESC_TRANSB, &b, sizeof(b)));
-    cublas_check(cublasLtMatrixLayoutInit(&p->a, in, g->transpose_b ? k : n,
-                                          g->transpose_b ? n : k, g->ldb));
-    cublas_check(cublasLtMatrixLayoutInit(&p->b, in, g->transpose_a ? m : k,
-                                          g->transpose_a ? k : m, g->lda));
+    cublas_check(cublasLtMatrixLayoutInit(&p->a, in, g->transpose_b ? k : n, g->transpose_b ? n : k,
+                                          g->ldb));
+    cublas_check(cublasLtMatrixLayoutInit(&p->b, in, g->transpose_a ? m : k, g->transpose_a ? k : m,
+                                          g->lda));
     cublas_check(cublasLtMatrixLayoutInit(&p->c, out, n, m, g->ldc));
 }
 
 static void set_preference(cublasLtMatmulPreference_t preference,
                            cublasLtMatmulPreferenceAttributes_t attribute, uint32_t value)
 {
-    cublas_check(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
+    cublas_check(
+        cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
 }
 
 static void choose(struct stream *stream, struct problem *p, struct gemm_choice *choice)

@@ -39,8 +39,8 @@ static __device__ float head_rstd(const struct norm_rope &op, const Type *x, int
     return 1.0f / sqrtf(warp_sum(squares) / (float)op.head_dim + op.eps);
 }
 
-template <typename Type> static __global__ void __launch_bounds__(THREADS)
-    forward_kernel(struct norm_rope op)
+template <typename Type>
+static __global__ void __launch_bounds__(THREADS) forward_kernel(struct norm_rope op)
 {
     int64_t index = (int64_t)blockIdx.x * WARPS + threadIdx.x / WARP;
     int lane = threadIdx.x % WARP, half = (int)(op.head_dim / 2);
@@ -108,7 +108,8 @@ static __device__ void backward_head(const struct norm_rope &op, int64_t index, 
     }
     if (weight != NULL)
         rstd = head_rstd(op, x, lane);
-    float c = warp_sum(projection) * rstd * rstd / (float)op.head_dim;
+    double c64 = (double)warp_sum(projection) * (double)rstd * (double)rstd;
+    float c = (float)(c64 / (double)op.head_dim);
 #pragma unroll
     for (int p = 0; p < MAX_PAIRS; p++)
 #pragma unroll
@@ -127,8 +128,8 @@ static __device__ void backward_head(const struct norm_rope &op, int64_t index, 
 }
 
 // A part of `size` heads: warps take them in turn, and their sums of dweight are added in order.
-template <typename Type, typename Gradient> static __global__ void __launch_bounds__(THREADS)
-    backward_kernel(struct norm_rope op, int64_t size)
+template <typename Type, typename Gradient>
+static __global__ void __launch_bounds__(THREADS) backward_kernel(struct norm_rope op, int64_t size)
 {
     __shared__ float partial[WARPS][MAX_HEAD_DIM];
     float sums[2][MAX_PAIRS] = {{0.0f}};

@@ -5,8 +5,8 @@
 
 enum { THREADS = 256, BACKWARD_THREADS = 512, COLUMN_THREADS = 128 };
 
-template <typename Type> static __global__ void __launch_bounds__(THREADS)
-    forward_kernel(struct rms_norm op)
+template <typename Type>
+static __global__ void __launch_bounds__(THREADS) forward_kernel(struct rms_norm op)
 {
     int64_t row = blockIdx.x;
     const Type *x = (const Type *)op.x + row * op.width, *weight = (const Type *)op.weight;
@@ -46,7 +46,7 @@ static __device__ void backward_row(const struct rms_norm &op, int64_t row, floa
     for (int64_t i = threadIdx.x; i < op.width; i += BACKWARD_THREADS)
         projection += load(dy, i) * (load(weight, i) + op.weight_offset) * load(x, i);
     projection = block_sum<BACKWARD_THREADS>(projection);
-    float c = projection * rstd * rstd / (float)op.width;
+    float c = (float)((double)projection * (double)rstd * (double)rstd / (double)op.width);
     for (int64_t i = threadIdx.x; i < op.width; i += BACKWARD_THREADS) {
         float xi = load(x, i), dyi = load(dy, i), scale = load(weight, i) + op.weight_offset;
         float value = rstd * (scale * dyi - xi * c);
@@ -57,7 +57,8 @@ static __device__ void backward_row(const struct rms_norm &op, int64_t row, floa
 }
 
 // A part of `size` rows; its dweight goes to its row of scratch, each column by one thread.
-template <typename Type> static __global__ void __launch_bounds__(BACKWARD_THREADS)
+template <typename Type>
+static __global__ void __launch_bounds__(BACKWARD_THREADS)
     backward_kernel(struct rms_norm op, int64_t size)
 {
     int64_t first = blockIdx.x * size;

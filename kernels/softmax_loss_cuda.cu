@@ -59,8 +59,7 @@ static __device__ struct needs needs_of(const float *weight)
     needs.kl = weight[LOSS_KL] != 0.0f || weight[LOSS_LK] != 0.0f;
     needs.reverse_kl = weight[LOSS_REVERSE_KL] != 0.0f;
     needs.js = weight[LOSS_JS] != 0.0f;
-    needs.tv =
-        weight[LOSS_TV] != 0.0f || weight[LOSS_NLA] != 0.0f || weight[LOSS_LK] != 0.0f;
+    needs.tv = weight[LOSS_TV] != 0.0f || weight[LOSS_NLA] != 0.0f || weight[LOSS_LK] != 0.0f;
     needs.logs = needs.kl || needs.reverse_kl || needs.js;
     return needs;
 }
@@ -426,8 +425,8 @@ static __device__ struct row row_make(const struct softmax_loss &op, int64_t r)
     return row;
 }
 
-template <typename Logit, typename Out> static __global__ void __launch_bounds__(THREADS)
-    loss_kernel(struct softmax_loss op)
+template <typename Logit, typename Out>
+static __global__ void __launch_bounds__(THREADS) loss_kernel(struct softmax_loss op)
 {
     int64_t r = blockIdx.x;
     struct row row = row_make<Logit>(op, r);

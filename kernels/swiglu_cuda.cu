@@ -27,7 +27,8 @@ template <typename Type> static __global__ void backward_kernel(struct swiglu op
     int64_t row = at / op.width, i = at % op.width;
     const Type *gate_up = (const Type *)op.gate_up + row * 2 * op.width;
     Type *dgate_up = (Type *)op.dgate_up + row * 2 * op.width;
-    float g = load(gate_up, i), up = load(gate_up, op.width + i), dy = load((const Type *)op.dy, at);
+    float g = load(gate_up, i), up = load(gate_up, op.width + i),
+          dy = load((const Type *)op.dy, at);
     float s = 1.0f / (1.0f + expf(-g));
     store(dgate_up, i, dy * up * (s * (1.0f + g * (1.0f - s))));
     store(dgate_up, op.width + i, dy * (g * s));
