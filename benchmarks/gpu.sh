@@ -3,22 +3,23 @@
 # the kernel tests, compute-sanitizer on small cases, one step in fp32 against the CPU, 50 steps twice.
 #   benchmarks/gpu.sh [BUILD]          BUILD: build folder, /tmp/dtrain-gpu by default
 # ARCH: architecture to build for, 90a by default. DEBS: a folder of .deb files with libraries that the
-# machine lacks; they are unpacked to /tmp/debs. OUT: where logs go, BUILD by default.
+# machine lacks; they are unpacked to /tmp/debs. OUT: a folder for all logs in one file, BUILD by default.
 # Needs python3 with numpy, h5py and safetensors.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 build=${1:-/tmp/dtrain-gpu}
-out=${OUT:-$build}
+out=$build/logs
 table=$build/table.txt
 begin=$(date +%s)
-mkdir -p "$build" "$out"
+mkdir -p "$out"
 : >"$table"
 
 row() { printf '%-34s %-8s %s\n' "$1" "$2" "$3" >>"$table"; }
 elapsed() { echo $(($(date +%s) - begin)); }
 finish() {
+    tail -n 100000 "$out"/*.log >"${OUT:-$build}/gpu-logs.txt"
     echo
-    cat "$table"
+    sort "$table"
     echo "total $(elapsed) s"
 }
 trap finish EXIT
@@ -60,10 +61,15 @@ ninja -C "$build" dtrain test_kernels >"$out/ninja.log" 2>&1 || {
 }
 row build ok "$(elapsed) s"
 
-export REQUIRE_CUDA=1 OMP_NUM_THREADS=4 OMP_WAIT_POLICY=passive CMOCKA_MESSAGE_OUTPUT=stdout
+export REQUIRE_CUDA=1 OMP_NUM_THREADS=4 OMP_WAIT_POLICY=passive
 tests=$build/tests/test_kernels
 # The checks do not disturb one another: each has its own process and little memory.
-check 80 "kernel tests" kernels "$tests" cuda &
+# An op a process: a fault in one kernel then hides no other.
+for op in gemm rms_norm_forward rms_norm_backward norm_rope_forward norm_rope_backward \
+    swiglu_forward swiglu_backward gather_rows scatter_rows context_load attention_forward \
+    attention_backward softmax_loss adamw sum_squares convert; do
+    check 80 "tests of $op" "$op" "$tests" cuda "$op/" &
+done
 check 80 "one step against the CPU, 50 steps" step python3 benchmarks/gpu_check.py \
     --dtrain "$build/dtrain" &
 if command -v compute-sanitizer >/dev/null; then

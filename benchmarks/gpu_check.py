@@ -23,7 +23,8 @@ LIMIT = 1e-4
 STEPS = 50
 MIXTURES = {
     "kl": "{kl: 1.0, slot_decay_gamma: 4.0}",
-    "all terms": "{kl: 0.5, reverse_kl: 0.2, js: 0.3, ce_teacher: 0.1, ce_data: 0.2, tv: 0.4, nla: 0.1, lk: 0.3}",
+    "all terms": "{kl: 0.5, reverse_kl: 0.2, js: 0.3, ce_teacher: 0.1, ce_data: 0.2, tv: 0.4, "
+                 "nla: 0.1, lk: 0.3}",
 }
 
 
@@ -73,7 +74,8 @@ def compare(cpu, cuda, label):
             errors.append((np.mean(a != b) * LIMIT / 0.01, name))  # 1 % may be near ties
         else:
             scale = np.max(np.abs(a), initial=0.0)
-            errors.append((np.max(np.abs(a - b), initial=0.0) / (scale if scale > 0 else 1.0), name))
+            worst = np.max(np.abs(a - b), initial=0.0)
+            errors.append((worst / (scale if scale > 0 else 1.0), name))
     errors.sort(reverse=True)
     worst = "; ".join(f"{name} {error:.1e}" for error, name in errors[:4])
     ok = errors[0][0] <= LIMIT
