@@ -145,6 +145,7 @@ const struct kernel_case kernel_cases[] = {
     {"attention_forward", {3, 4, 700, 2, 1, 512}, DTYPE_F32, 0, 204, ATTENTION_F32},
     {"attention_forward", {7, 5, 37, 3, 3, 7}, DTYPE_BF16, CASE_STRIDED, 127, ATTENTION_BF16},
     {"attention_forward", {8, 8, 600, 9, 3, 64}, DTYPE_BF16, CASE_WINDOW, 128, ATTENTION_BF16},
+    {"attention_forward", {3, 6, 37, 4, 2, 250}, DTYPE_F32, CASE_WINDOW, 130, ATTENTION_F32},
     {"attention_forward", {64, 8, 4096, 9, 3, 64}, DTYPE_F32, CASE_BENCH, 129, ATTENTION_F32},
 
     {"attention_backward", {1, 1, 1, 1, 1, 2}, DTYPE_F32, 0, 140, ATTENTION_F32},
@@ -162,6 +163,7 @@ const struct kernel_case kernel_cases[] = {
     {"attention_backward", {3, 4, 700, 2, 1, 512}, DTYPE_F32, 0, 205, ATTENTION_F32},
     {"attention_backward", {7, 5, 37, 3, 3, 7}, DTYPE_BF16, CASE_STRIDED, 147, ATTENTION_BF16},
     {"attention_backward", {8, 8, 600, 9, 3, 64}, DTYPE_BF16, CASE_WINDOW, 148, ATTENTION_BF16},
+    {"attention_backward", {3, 6, 37, 4, 2, 250}, DTYPE_F32, CASE_WINDOW, 150, ATTENTION_F32},
     {"attention_backward", {64, 8, 4096, 9, 3, 64}, DTYPE_F32, CASE_BENCH, 149, ATTENTION_F32},
 
     {"softmax_loss", {1, 1, 1, 0}, DTYPE_F32, CASE_TO_F32, 160, LOSS_F32},

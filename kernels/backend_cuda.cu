@@ -1,0 +1,170 @@
+// Owns the CUDA backend: device memory, pinned host memory, streams with their cuBLASLt handle and
+// workspace. Work runs on the current device of the process (the first that is visible).
+#include "kernels/backend.h"
+
+#include <cublasLt.h>
+#include <cuda_runtime.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "kernels/cuda_internal.cuh"
+#include "kernels/kernels.h"
+
+enum {
+    LEAST_MAJOR = 8,           // compute capability
+    LEAST_ALLOCATION = 256,    // so that an allocation of nothing has an address, too
+    WORKSPACE_BYTES = 32 << 20 // what cuBLAS wants on Hopper
+};
+
+static void cuda_describe(char *hardware, size_t hardware_size, char *library, size_t library_size)
+{
+    cudaDeviceProp properties;
+    int device = 0, runtime = 0, driver = 0;
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaGetDeviceProperties(&properties, device));
+    cuda_check(cudaRuntimeGetVersion(&runtime));
+    cuda_check(cudaDriverGetVersion(&driver));
+    size_t blas = cublasLtGetVersion();
+    snprintf(hardware, hardware_size, "%s", properties.name);
+    snprintf(library, library_size, "CUDA %d.%d, driver for %d.%d, cuBLASLt %zu", runtime / 1000,
+             runtime % 1000 / 10, driver / 1000, driver % 1000 / 10, blas);
+}
+
+static void *cuda_alloc(size_t bytes)
+{
+    void *pointer = NULL;
+    size_t wanted = bytes > 0 ? bytes : (size_t)LEAST_ALLOCATION, left = 0, total = 0;
+    cudaError_t status = cudaMalloc(&pointer, wanted);
+    if (status == cudaErrorMemoryAllocation) {
+        cuda_check(cudaMemGetInfo(&left, &total));
+        die("out of GPU memory: %.2f GiB wanted, %.2f of %.2f GiB free", (double)wanted / 0x1p30,
+            (double)left / 0x1p30, (double)total / 0x1p30);
+    }
+    cuda_check(status);
+    return pointer;
+}
+
+static void cuda_free(void *pointer)
+{
+    cuda_check(cudaFree(pointer));
+}
+
+static void *cuda_host_alloc(size_t bytes)
+{
+    void *pointer = NULL;
+    cuda_check(cudaHostAlloc(&pointer, bytes > 0 ? bytes : (size_t)LEAST_ALLOCATION,
+                             cudaHostAllocDefault));
+    return pointer;
+}
+
+static void cuda_host_free(void *pointer)
+{
+    cuda_check(cudaFreeHost(pointer));
+}
+
+static void move(struct stream *stream, void *to, const void *from, size_t bytes,
+                 enum cudaMemcpyKind kind)
+{
+    if (bytes > 0)
+        cuda_check(cudaMemcpyAsync(to, from, bytes, kind, stream->cuda));
+}
+
+static void cuda_copy_in(struct stream *stream, void *device, const void *host, size_t bytes)
+{
+    move(stream, device, host, bytes, cudaMemcpyHostToDevice);
+}
+
+static void cuda_copy_out(struct stream *stream, void *host, const void *device, size_t bytes)
+{
+    move(stream, host, device, bytes, cudaMemcpyDeviceToHost);
+}
+
+static void cuda_copy(struct stream *stream, void *to, const void *from, size_t bytes)
+{
+    move(stream, to, from, bytes, cudaMemcpyDeviceToDevice);
+}
+
+static void cuda_zero(struct stream *stream, void *device, size_t bytes)
+{
+    if (bytes > 0)
+        cuda_check(cudaMemsetAsync(device, 0, bytes, stream->cuda));
+}
+
+static void cuda_sync(struct stream *stream)
+{
+    cuda_check(cudaStreamSynchronize(stream->cuda));
+}
+
+static size_t cuda_workspace_bytes(int threads)
+{
+    (void)threads;
+    return WORKSPACE_BYTES;
+}
+
+static struct stream *cuda_stream_open(int threads, size_t workspace_bytes)
+{
+    BUG_UNLESS(workspace_bytes >= cuda_workspace_bytes(threads));
+    struct stream *stream = (struct stream *)memory_alloc(1, sizeof(*stream));
+    cuda_check(cudaStreamCreateWithFlags(&stream->cuda, cudaStreamNonBlocking));
+    stream->workspace = cuda_alloc(workspace_bytes);
+    // What products may use is fixed: more would change which algorithms they choose.
+    stream->workspace_bytes = WORKSPACE_BYTES;
+    return stream;
+}
+
+static void cuda_stream_close(struct stream *stream)
+{
+    if (stream == NULL)
+        return;
+    cuda_check(cudaStreamSynchronize(stream->cuda));
+    if (stream->blas != NULL)
+        cublas_check(cublasLtDestroy(stream->blas));
+    cuda_free(stream->workspace);
+    cuda_check(cudaStreamDestroy(stream->cuda));
+    free(stream);
+}
+
+static __global__ void probe_kernel(void) {}
+
+// Whether this build's kernels run on the device.
+static int check_device(struct error *why)
+{
+    cudaDeviceProp properties;
+    cudaFuncAttributes attributes;
+    int device = 0;
+    cudaError_t status = cudaGetDevice(&device);
+    if (status == cudaSuccess)
+        status = cudaGetDeviceProperties(&properties, device);
+    if (status != cudaSuccess)
+        return error_set(why, "the GPU can not be used: %s", cudaGetErrorString(status));
+    if (properties.major < LEAST_MAJOR)
+        return error_set(why, "%s has compute capability %d.%d, 8.0 or newer is needed",
+                         properties.name, properties.major, properties.minor);
+    status = cudaFuncGetAttributes(&attributes, probe_kernel);
+    if (status != cudaSuccess)
+        return error_set(why,
+                         "%s has compute capability %d.%d, for which this build has no code (%s): "
+                         "build with CMAKE_CUDA_ARCHITECTURES set to it",
+                         properties.name, properties.major, properties.minor,
+                         cudaGetErrorString(status));
+    return 0;
+}
+
+const struct backend *backend_cuda(struct error *why)
+{
+    static const struct backend backend = {
+        "cuda",          &kernels_cuda,  cuda_describe,        cuda_alloc,       cuda_free,
+        cuda_host_alloc, cuda_host_free, cuda_copy_in,         cuda_copy_out,    cuda_copy,
+        cuda_zero,       cuda_sync,      cuda_workspace_bytes, cuda_stream_open, cuda_stream_close,
+    };
+    int devices = 0;
+    cudaError_t status = cudaGetDeviceCount(&devices);
+    if (status != cudaSuccess || devices == 0) {
+        error_set(why, "no GPU is visible: %s",
+                  status != cudaSuccess ? cudaGetErrorString(status) : "no device");
+        return NULL;
+    }
+    return check_device(why) == 0 ? &backend : NULL;
+}

@@ -1,0 +1,135 @@
+// What the CUDA ops share: the stream, checks of API calls, fp32 and bf16 elements as fp32, and sums
+// over a warp or a CTA in a fixed order. No op adds with atomics, so results repeat bit for bit.
+#ifndef KERNELS_CUDA_INTERNAL_CUH
+#define KERNELS_CUDA_INTERNAL_CUH
+
+#include <cublasLt.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "base/log.h"
+#include "kernels/backend.h"
+#include "kernels/gemm.h"
+
+#define cuda_check(call)   cuda_check_status((call), #call, __FILE__, __LINE__)
+#define cublas_check(call) cublas_check_status((call), #call, __FILE__, __LINE__)
+
+static inline void cuda_check_status(cudaError_t status, const char *call, const char *file,
+                                     int line)
+{
+    if (status != cudaSuccess)
+        log_die(file, line, "CUDA: %s: %s", call, cudaGetErrorString(status));
+}
+
+static inline void cublas_check_status(cublasStatus_t status, const char *call, const char *file,
+                                       int line)
+{
+    if (status != CUBLAS_STATUS_SUCCESS)
+        log_die(file, line, "cuBLASLt: %s: %s", call, cublasLtGetStatusString(status));
+}
+
+// After every launch. Faults inside the kernel show at the next sync.
+#define launch_check() cuda_check(cudaGetLastError())
+
+// What decides which algorithm a product runs with.
+struct gemm_key {
+    int64_t m, n, k, lda, ldb, ldc;
+    int32_t transpose_a, transpose_b, in_type, out_type;
+    uint32_t align_a, align_b, align_c, align_d;
+};
+
+struct gemm_choice {
+    struct gemm_key key;
+    bool known;
+    cublasLtMatmulAlgo_t algorithm;
+};
+
+enum { GEMM_CHOICES = 256 };
+
+struct stream {
+    cudaStream_t cuda;
+    cublasLtHandle_t blas; // NULL until the first product
+    void *workspace;
+    size_t workspace_bytes;
+    struct gemm_choice choices[GEMM_CHOICES]; // by hash of the key; a later shape takes the place
+};
+
+// Element types of kernels: float, and bf16 for DTYPE_BF16.
+typedef __nv_bfloat16 bf16_t;
+
+static __device__ __forceinline__ float load(const float *x, int64_t i)
+{
+    return x[i];
+}
+
+static __device__ __forceinline__ float load(const bf16_t *x, int64_t i)
+{
+    return __bfloat162float(x[i]);
+}
+
+static __device__ __forceinline__ void store(float *x, int64_t i, float value)
+{
+    x[i] = value;
+}
+
+static __device__ __forceinline__ void store(bf16_t *x, int64_t i, float value)
+{
+    x[i] = __float2bfloat16_rn(value);
+}
+
+// A broken invariant inside a kernel: the launch fails and the next sync ends the program.
+static __device__ __forceinline__ void bug_unless(bool condition)
+{
+    if (!condition)
+        __trap();
+}
+
+enum { WARP = 32 };
+
+// Sum over the 32 lanes, the same bits in each: halves are added pairwise.
+template <typename Number> static __device__ __forceinline__ Number warp_sum(Number x)
+{
+    for (int half = WARP / 2; half > 0; half /= 2)
+        x += __shfl_xor_sync(0xffffffffu, x, half);
+    return x;
+}
+
+// Sum over the CTA of THREADS threads, for all of them. Warps are added in order. All threads call it.
+template <int THREADS, typename Number> static __device__ __forceinline__ Number block_sum(Number x)
+{
+    __shared__ Number partial[THREADS / WARP];
+    x = warp_sum(x);
+    __syncthreads(); // the last call's readers are done
+    if (threadIdx.x % WARP == 0)
+        partial[threadIdx.x / WARP] = x;
+    __syncthreads();
+    Number sum = partial[0];
+    for (int warp = 1; warp < THREADS / WARP; warp++)
+        sum += partial[warp];
+    return sum;
+}
+
+static inline int64_t divide_up(int64_t a, int64_t b)
+{
+    return (a + b - 1) / b;
+}
+
+// First dimension of a grid.
+static inline unsigned grid_size(int64_t blocks)
+{
+    BUG_UNLESS(blocks > 0 && blocks <= INT32_MAX);
+    return (unsigned)blocks;
+}
+
+// sum[i] += partial[0][i] + partial[1][i] + ..., in fp64; partial: [parts, width]
+void column_parts_add(struct stream *stream, float *sum, const float *partial, int parts,
+                      int64_t width);
+
+static inline bool is_bf16(enum dtype type)
+{
+    BUG_UNLESS(type == DTYPE_F32 || type == DTYPE_BF16);
+    return type == DTYPE_BF16;
+}
+
+#endif
