@@ -50,7 +50,7 @@ check() {
 
 [ -n "${DEBS:-}" ] && unpack "$DEBS"
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
-cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DWITH_CUDA=ON -DREQUIRE_CUDA=ON \
+cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DWITH_CUDA=ON -DREQUIRE_CUDA=ON -DCUDA_BACKEND=ON \
     -DCMAKE_CUDA_ARCHITECTURES="${ARCH:-90a}" >"$out/cmake.log" 2>&1 || {
     tail -n 20 "$out/cmake.log"
     exit 1
