@@ -208,7 +208,8 @@ int resume_load(struct resume *resume, const struct session *session, struct mod
     uint64_t fingerprint = 0;
     if (checkpoint_read(resume->path, state, &fingerprint, err) != 0) {
         resume->failed = true;
-        return -1;
+        return error_add(err, "move %s away, or name an older checkpoint with --resume DIR",
+                         resume->path);
     }
     if (fingerprint != session_fingerprint(session))
         return error_set(

@@ -247,16 +247,36 @@ static int judge_columns(const struct shard *shard, const struct sample *samples
     return fails;
 }
 
+// How often the recomputed teacher's argmax is the next token, of supervised positions. Returns whether
+// that is too rare to be text of this target.
+static bool count_next(const struct sample *samples, int64_t count, int64_t *same, int64_t *seen)
+{
+    *same = *seen = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (samples[i].finite && samples[i].supervised_next) {
+            ++*seen;
+            *same += samples[i].argmax == samples[i].next;
+        }
+    return *seen >= LEAST_SEEN && (double)*same < least_next * (double)*seen;
+}
+
+// Beside matching columns, only told: a data set need not be text that the target would write.
+static void tell_next(const struct shard *shard, const struct sample *samples, int64_t count,
+                      FILE *out)
+{
+    int64_t same, seen;
+    bool rare = count_next(samples, count, &same, &seen);
+    fprintf(out,
+            "%s: the next token is the teacher's argmax at %lld of %lld supervised positions%s\n",
+            shard->path, (long long)same, (long long)seen,
+            rare ? ": RARE; are ids and masks aligned with the states?" : "");
+}
+
 static int judge_next(const struct shard *shard, const struct sample *samples, int64_t count,
                       FILE *out)
 {
-    int64_t same = 0, seen = 0;
-    for (int64_t i = 0; i < count; i++)
-        if (samples[i].finite && samples[i].supervised_next) {
-            seen++;
-            same += samples[i].argmax == samples[i].next;
-        }
-    bool fails = seen >= LEAST_SEEN && (double)same < least_next * (double)seen;
+    int64_t same, seen;
+    bool fails = count_next(samples, count, &same, &seen);
     fprintf(out,
             "%s: no teacher columns: the recomputed teacher's argmax is the next token at %lld of "
             "%lld supervised positions (weaker: a slightly wrong norm keeps most of them)%s\n",
@@ -290,6 +310,8 @@ static int check_shard(const struct shard *shard, const struct teacher *teacher,
         if (shard->last_hidden == LAST_HIDDEN_PRE_NORM)
             apply_norm(teacher, hidden, count);
         recompute(teacher, shard->has_teacher, hidden, samples, count);
+        if (shard->has_teacher)
+            tell_next(shard, samples, count, out);
         status = shard->has_teacher ? judge_columns(shard, samples, count, out)
                                     : judge_next(shard, samples, count, out);
     }
