@@ -1,0 +1,233 @@
+// Draft vocabularies: counting, choosing, the file (safetensors) and what is refused about it.
+#include "data/vocab_map.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/memory.h"
+#include "data/safetensors.h"
+
+int vocab_map_count(const struct documents *documents, int64_t *counts, struct error *err)
+{
+    int64_t capacity = 1;
+    for (size_t i = 0; i < documents->count; i++)
+        if (documents->items[i].length > capacity)
+            capacity = documents->items[i].length;
+    int32_t *ids = memory_alloc((size_t)capacity, sizeof(*ids));
+    uint8_t *mask = memory_alloc((size_t)capacity, sizeof(*mask));
+    int result = 0;
+    for (size_t i = 0; i < documents->count && result == 0; i++) {
+        const struct document *item = &documents->items[i];
+        const struct shard *shard = &documents->shards[item->shard];
+        result = shard_read_ids(shard, item->first, item->length, ids, err);
+        if (result == 0)
+            result = shard_read_mask(shard, item->first, item->length, mask, err);
+        for (int32_t t = 0; t < item->length && result == 0; t++)
+            counts[ids[t]] += mask[t];
+    }
+    free(ids);
+    free(mask);
+    return result;
+}
+
+struct counted {
+    int64_t count;
+    int64_t id;
+};
+
+static int compare_counted(const void *a, const void *b)
+{
+    const struct counted *x = a, *y = b;
+    if (x->count != y->count)
+        return x->count > y->count ? -1 : 1;
+    return x->id < y->id ? -1 : x->id > y->id;
+}
+
+static void alloc_tables(struct vocab_map *map, int64_t vocab_size, int64_t draft_size)
+{
+    *map = (struct vocab_map){.vocab_size = vocab_size, .draft_size = draft_size};
+    map->d2t = memory_alloc((size_t)draft_size, sizeof(*map->d2t));
+    map->t2d = memory_alloc((size_t)vocab_size, sizeof(*map->t2d));
+    map->draft_ids = memory_alloc((size_t)vocab_size, sizeof(*map->draft_ids));
+}
+
+// draft_ids from t2d. Returns how many tokens are kept.
+static int64_t number_kept(struct vocab_map *map)
+{
+    int64_t kept = 0;
+    for (int64_t v = 0; v < map->vocab_size; v++)
+        map->draft_ids[v] = map->t2d[v] ? (int32_t)kept++ : -1;
+    return kept;
+}
+
+int vocab_map_make(struct vocab_map *map, const int64_t *counts, int64_t vocab_size,
+                   int64_t draft_size, struct error *err)
+{
+    *map = (struct vocab_map){0};
+    if (draft_size < 1 || draft_size > vocab_size)
+        return error_set(err, "a draft vocabulary of %lld tokens: allowed are 1 to %lld",
+                         (long long)draft_size, (long long)vocab_size);
+    alloc_tables(map, vocab_size, draft_size);
+    struct counted *order = memory_alloc((size_t)vocab_size, sizeof(*order));
+    int64_t all = 0, covered = 0;
+    for (int64_t v = 0; v < vocab_size; v++) {
+        order[v] = (struct counted){.count = counts[v], .id = v};
+        all += counts[v];
+    }
+    qsort(order, (size_t)vocab_size, sizeof(*order), compare_counted);
+    for (int64_t i = 0; i < draft_size; i++) {
+        map->t2d[order[i].id] = 1;
+        covered += order[i].count;
+    }
+    free(order);
+    number_kept(map);
+    for (int64_t v = 0; v < vocab_size; v++)
+        if (map->t2d[v])
+            map->d2t[map->draft_ids[v]] = v - map->draft_ids[v];
+    map->coverage = all > 0 ? (double)covered / (double)all : 0.0;
+    return 0;
+}
+
+void vocab_map_release(struct vocab_map *map)
+{
+    free(map->d2t);
+    free(map->t2d);
+    free(map->draft_ids);
+    free(map->target_model);
+    *map = (struct vocab_map){0};
+}
+
+static void add_number(struct safetensors_writer *writer, const char *key, int64_t value)
+{
+    char text[32];
+    snprintf(text, sizeof(text), "%" PRId64, value);
+    safetensors_writer_metadata(writer, key, text);
+}
+
+static int write_tables(struct safetensors_writer *writer, const struct vocab_map *map,
+                        const struct documents *documents, struct error *err)
+{
+    char text[32];
+    safetensors_writer_metadata(writer, "target", documents->target_model);
+    add_number(writer, "vocab_size", map->vocab_size);
+    add_number(writer, "draft_vocab_size", map->draft_size);
+    snprintf(text, sizeof(text), "%.17g", map->coverage);
+    safetensors_writer_metadata(writer, "coverage", text);
+    snprintf(text, sizeof(text), "%016" PRIx64, documents->fingerprint);
+    safetensors_writer_metadata(writer, "fingerprint", text);
+    int d2t = safetensors_writer_add(writer, "d2t", DTYPE_I64, 1, &map->draft_size);
+    int t2d = safetensors_writer_add(writer, "t2d", DTYPE_U8, 1, &map->vocab_size);
+    if (safetensors_writer_begin(writer, err) != 0 ||
+        safetensors_writer_write(writer, d2t, 0, map->d2t,
+                                 (size_t)map->draft_size * sizeof(*map->d2t), err) != 0)
+        return -1;
+    return safetensors_writer_write(writer, t2d, 0, map->t2d, (size_t)map->vocab_size, err);
+}
+
+int vocab_map_write(const struct vocab_map *map, const struct documents *documents,
+                    const char *path, struct error *err)
+{
+    struct safetensors_writer *writer = NULL;
+    char *temporary = memory_format("%s.tmp", path);
+    int result = safetensors_writer_open(&writer, temporary, err);
+    if (result == 0) {
+        bool written = write_tables(writer, map, documents, err) == 0;
+        result = safetensors_writer_close(writer, written, err);
+        if (!written)
+            result = -1;
+    }
+    if (result == 0 && rename(temporary, path) != 0) {
+        result = error_set(err, "%s: can not be written: %s", path, strerror(errno));
+        unlink(temporary);
+    }
+    free(temporary);
+    return result;
+}
+
+// Whether the map was made for these documents: target, vocabulary and data.
+static int check_origin(const struct vocab_map *map, const struct documents *documents,
+                        const char *path, struct error *err)
+{
+    if (map->vocab_size != documents->vocab_size)
+        return error_set(err, "%s: t2d has %lld tokens, the vocabulary of the shards has %lld",
+                         path, (long long)map->vocab_size, (long long)documents->vocab_size);
+    if (strcmp(map->target_model, documents->target_model) != 0)
+        return error_set(err, "%s: made for target %s, the shards are of %s", path,
+                         map->target_model, documents->target_model);
+    if (map->fingerprint != documents->fingerprint)
+        return error_set(err,
+                         "%s: made from other data: fingerprint %016" PRIx64
+                         ", the shards have %016" PRIx64,
+                         path, map->fingerprint, documents->fingerprint);
+    return 0;
+}
+
+static int check_tables(struct vocab_map *map, const char *path, struct error *err)
+{
+    for (int64_t v = 0; v < map->vocab_size; v++)
+        if (map->t2d[v] > 1)
+            return error_set(err, "%s: t2d[%lld] is %d", path, (long long)v, map->t2d[v]);
+    int64_t kept = number_kept(map);
+    if (kept != map->draft_size)
+        return error_set(err, "%s: t2d keeps %lld tokens, d2t has %lld", path, (long long)kept,
+                         (long long)map->draft_size);
+    for (int64_t v = 0; v < map->vocab_size; v++) {
+        int32_t draft = map->draft_ids[v];
+        if (draft >= 0 && map->d2t[draft] != v - draft)
+            return error_set(err, "%s: d2t[%d] is %lld, but t2d wants %lld", path, (int)draft,
+                             (long long)map->d2t[draft], (long long)(v - draft));
+    }
+    return 0;
+}
+
+static int read_metadata(struct vocab_map *map, const struct safetensors *file, struct error *err)
+{
+    const char *target = safetensors_metadata(file, "target");
+    const char *fingerprint = safetensors_metadata(file, "fingerprint");
+    const char *coverage = safetensors_metadata(file, "coverage");
+    char *end = NULL;
+    if (target == NULL || fingerprint == NULL || coverage == NULL)
+        return error_set(err, "%s: metadata %s is missing", file->path,
+                         target == NULL        ? "target"
+                         : fingerprint == NULL ? "fingerprint"
+                                               : "coverage");
+    map->target_model = memory_strdup(target);
+    map->coverage = strtod(coverage, NULL);
+    map->fingerprint = strtoull(fingerprint, &end, 16);
+    if (end == fingerprint || *end != '\0')
+        return error_set(err, "%s: fingerprint is not a hexadecimal number", file->path);
+    return 0;
+}
+
+int vocab_map_read(struct vocab_map *map, const struct documents *documents, const char *path,
+                   struct error *err)
+{
+    static const int64_t any = -1;
+    struct safetensors file;
+    *map = (struct vocab_map){0};
+    if (safetensors_open(&file, path, err) != 0)
+        return -1;
+    const struct safetensors_entry *d2t = safetensors_get(&file, "d2t", "I64", 1, &any, err);
+    const struct safetensors_entry *t2d =
+        d2t != NULL ? safetensors_get(&file, "t2d", "U8", 1, &any, err) : NULL;
+    int result = d2t != NULL && t2d != NULL ? 0 : -1;
+    if (result == 0) {
+        alloc_tables(map, t2d->shape[0], d2t->shape[0]);
+        memcpy(map->d2t, d2t->bytes, d2t->size);
+        memcpy(map->t2d, t2d->bytes, t2d->size);
+        result = read_metadata(map, &file, err);
+    }
+    if (result == 0)
+        result = check_tables(map, path, err);
+    if (result == 0)
+        result = check_origin(map, documents, path, err);
+    if (result != 0)
+        vocab_map_release(map);
+    safetensors_close(&file);
+    return result;
+}

@@ -1,0 +1,43 @@
+// A draft vocabulary: the target's most frequent supervised tokens, as two tables (docs/file-formats.md).
+// Kept ids ascend, so a draft id is the rank of its target id among them.
+#ifndef DATA_VOCAB_MAP_H
+#define DATA_VOCAB_MAP_H
+
+#include <stdint.h>
+
+#include "base/error.h"
+#include "data/documents.h"
+
+struct vocab_map {
+    int64_t vocab_size;   // V
+    int64_t draft_size;   // Vd
+    int64_t *d2t;         // [Vd] offsets: target id = draft id + d2t[draft id]
+    uint8_t *t2d;         // [V] 1: kept
+    int32_t *draft_ids;   // [V] draft id of a target id, -1: outside
+    double coverage;      // share of the supervised tokens that are kept
+    uint64_t fingerprint; // of the documents that were counted
+    char *target_model;
+};
+
+// Adds the supervised tokens of the documents, cut as they are, to counts [V].
+int vocab_map_count(const struct documents *documents, int64_t *counts, struct error *err);
+// The draft_size most frequent tokens of counts [V]; among equals the smaller id. Tokens that were never
+// seen fill what is left. Refuses sizes outside 1 .. V.
+int vocab_map_make(struct vocab_map *map, const int64_t *counts, int64_t vocab_size,
+                   int64_t draft_size, struct error *err);
+void vocab_map_release(struct vocab_map *map);
+
+// Draft id of a target id, or -1: a label that is masked.
+static inline int32_t vocab_map_draft(const struct vocab_map *map, int32_t target)
+{
+    return map->draft_ids[target];
+}
+
+// Temporary name, fsync, rename. documents: what was counted.
+int vocab_map_write(const struct vocab_map *map, const struct documents *documents,
+                    const char *path, struct error *err);
+// Refuses tables that contradict each other and a map of another target, vocabulary or data.
+int vocab_map_read(struct vocab_map *map, const struct documents *documents, const char *path,
+                   struct error *err);
+
+#endif
