@@ -1,5 +1,5 @@
-// Anchors, slots and context ranges: the right answers of small cases, and every rule against its
-// definition written out naively.
+// Anchors, slots and context ranges: the right answers of small cases (C2, C3), and every rule against
+// its definition written out naively.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>

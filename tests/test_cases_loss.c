@@ -1,5 +1,6 @@
-// Cases of the chunked loss: against float64 with sizes that nothing divides, whatever the chunks,
-// where student and teacher agree, in bf16, with nothing to score, and what it plans and leaves alone.
+// Cases of the chunked loss (case C9): against float64 with sizes that nothing divides, whatever the
+// chunks, where student and teacher agree, in bf16, with nothing to score, and what it plans and leaves
+// alone.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>

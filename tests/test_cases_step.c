@@ -1,5 +1,6 @@
-// Cases of whole steps on tiny inputs whose right answer is known: what a block may see, what a slot
-// is compared with, documents that share a row, norms that move, mask token, non-finite gradients.
+// Cases of whole steps on tiny inputs whose right answer is known: what a block may see (case C1), what
+// a slot is compared with (C2), documents that share a row (C3), norms that move (C5), mask token (C10),
+// non-finite gradients (C12).
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
