@@ -94,6 +94,12 @@ static void watch_serving(struct watch *w)
              "servers measure the window from the query; a served block sees less context");
 }
 
+static void watch_parallel(struct watch *w)
+{
+    if (w->config->parallel.gpus > 1)
+        WARN(w, parallel, gpus, "this version trains on one device");
+}
+
 static void watch_overlap(struct watch *w)
 {
     const struct data_config *d = &w->config->data;
@@ -112,6 +118,7 @@ size_t config_warnings(const struct config *config, struct error *text)
     watch_loss(&w);
     watch_run(&w);
     watch_serving(&w);
+    watch_parallel(&w);
     watch_overlap(&w);
     config_release(&w.defaults);
     config_faults_end(&w.warnings, text);
