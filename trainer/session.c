@@ -34,14 +34,22 @@ int session_config(struct config *config, const char *file, const char *const *s
     return config_expand_files(config, err);
 }
 
+// A value that this version does not know what to do with, named by its place in the file.
+static int refuse_key(const struct config *config, int line, struct error *err, const char *text)
+{
+    if (line > 0 && config->file != NULL)
+        return error_set(err, "%s:%d: %s", config->file, line, text);
+    return error_set(err, "%s", text);
+}
+
 static int check_built(const struct config *config, struct error *err)
 {
     if (config->drafter.kind != DRAFTER_DFLASH)
-        return error_set(err,
-                         "drafter.kind: eagle3 can not be trained by this version, only dflash");
+        return refuse_key(config, config->lines.drafter.kind, err,
+                          "drafter.kind: eagle3 can not be trained by this version, only dflash");
     if (config->drafter.init_from != NULL)
-        return error_set(err,
-                         "drafter.init_from: this version can not start from a released drafter");
+        return refuse_key(config, config->lines.drafter.init_from, err,
+                          "drafter.init_from: this version can not start from a released drafter");
     if (config->target.path == NULL)
         return error_set(err, "target.path: required; a target directory or Hugging Face model");
     return 0;
