@@ -58,7 +58,7 @@ struct dflash_buffers {
     void *dhidden;         // [N, H]
     void *dx;              // [N, H] gradient of the residual stream
     void *dnorm;           // [N, H]
-    void *dact;            // [N, max(intermediate, heads * head_dim)]
+    void *dact;            // [N, intermediate]
     void *dgate_up;        // [N, 2 * intermediate]
     void *dattention;      // [N, heads * head_dim]
     void *dq, *dkey;       // [N, heads * head_dim], [N, kv_heads * head_dim]
@@ -79,7 +79,7 @@ void *dflash_at_mutable(void *base, enum dtype type, int64_t elements);
 void dflash_linear(const struct dflash *d, const struct backend *backend, struct stream *stream,
                    int64_t rows, const void *in, const struct dflash_tensor *weight,
                    const void *add, void *out);
-// din[rows, columns] = dout weight; weight.grad += dout^T in. din may be NULL. ld_dout 0: packed.
+// din[rows, columns] = dout weight; weight.grad += dout^T in. din may be NULL.
 void dflash_linear_backward(const struct dflash *d, const struct backend *backend,
                             struct stream *stream, int64_t rows, const void *dout, const void *in,
                             const struct dflash_tensor *weight, void *din);

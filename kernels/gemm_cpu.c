@@ -11,6 +11,7 @@
 #include <cblas.h>
 
 #include "base/log.h"
+#include "kernels/arguments.h"
 #include "kernels/cpu_internal.h"
 
 enum {
@@ -131,19 +132,6 @@ static void multiply_block(const struct gemm *g, struct workspace *work, const s
                         g->c_type, tile->column + j, min_i64(PIECE, n - j));
 }
 
-static struct gemm with_strides(const struct gemm *gemm)
-{
-    struct gemm g = *gemm;
-    BUG_UNLESS(g.a_type == g.b_type && g.k > 0);
-    if (g.lda == 0)
-        g.lda = g.transpose_a ? g.m : g.k;
-    if (g.ldb == 0)
-        g.ldb = g.transpose_b ? g.k : g.n;
-    if (g.ldc == 0)
-        g.ldc = g.n;
-    return g;
-}
-
 // Size of the tiles that `size` is cut into: `parts` equal ones, a multiple of 16.
 static int64_t part_size(int64_t size, int64_t parts)
 {
@@ -175,7 +163,7 @@ static void choose_tiles(const struct gemm *g, int64_t threads, int64_t *tile_m,
 
 void gemm_cpu(struct stream *stream, const struct gemm *gemm)
 {
-    struct gemm g = with_strides(gemm);
+    struct gemm g = gemm_with_strides(gemm);
     if (g.m == 0 || g.n == 0)
         return;
     bool f32 = g.a_type == DTYPE_F32 && g.c_type == DTYPE_F32;

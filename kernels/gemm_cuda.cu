@@ -6,6 +6,7 @@
 
 #include <string.h>
 
+#include "kernels/arguments.h"
 #include "kernels/cuda_internal.cuh"
 
 static cudaDataType_t data_type(enum dtype type)
@@ -15,15 +16,8 @@ static cudaDataType_t data_type(enum dtype type)
 
 static struct gemm with_defaults(const struct gemm *gemm)
 {
-    struct gemm g = *gemm;
-    BUG_UNLESS(g.a_type == g.b_type && g.k > 0);
+    struct gemm g = gemm_with_strides(gemm);
     BUG_UNLESS(g.a_type == g.c_type || g.c_type == DTYPE_F32);
-    if (g.lda == 0)
-        g.lda = g.transpose_a ? g.m : g.k;
-    if (g.ldb == 0)
-        g.ldb = g.transpose_b ? g.k : g.n;
-    if (g.ldc == 0)
-        g.ldc = g.n;
     if (g.d == NULL || g.beta == 0.0f)
         g.d = g.c;
     return g;

@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include "base/philox.h"
 #include "kernels/cuda_internal.cuh"
 
 enum { THREADS = 256, MAX_LAYERS = 256 };
@@ -69,38 +70,16 @@ void scatter_rows_cuda(struct stream *stream, const struct scatter_rows *op)
     launch_check();
 }
 
-// The draws of base/rng.h on the device: Philox4x32-10 at `counter`, the first two words.
-static __device__ uint2 rng_words(uint32_t k0, uint32_t k1, uint64_t counter)
-{
-    uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = 0, c3 = 0;
-    for (int round = 0; round < 10; round++) {
-        uint64_t p0 = (uint64_t)0xd2511f53u * c0;
-        uint64_t p1 = (uint64_t)0xcd9e8d57u * c2;
-        uint32_t n0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0;
-        uint32_t n2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
-        c1 = (uint32_t)p1;
-        c3 = (uint32_t)p0;
-        c0 = n0;
-        c2 = n2;
-        k0 += 0x9e3779b9u;
-        k1 += 0xbb67ae85u;
-    }
-    return make_uint2(c0, c1);
-}
-
-static __device__ float unit_interval(uint32_t bits)
-{
-    return ((float)(bits >> 9) + 0.5f) * 0x1p-23f;
-}
-
+// The draws of base/rng.h on the device.
 static __device__ float noise_draw(enum noise_kind kind, uint32_t k0, uint32_t k1, uint64_t counter)
 {
-    uint2 words = rng_words(k0, k1, counter);
-    float first = unit_interval(words.x);
+    uint32_t words[4];
+    philox_block(k0, k1, counter, words);
+    float first = philox_unit(words[0]);
     if (kind == NOISE_KIND_UNIFORM)
         return 2.0f * first - 1.0f; // exact
     float radius = sqrtf(-2.0f * logf(first));
-    return radius * cosf(6.28318530717958647692f * unit_interval(words.y));
+    return radius * cosf(6.28318530717958647692f * philox_unit(words[1]));
 }
 
 // op.plane is host memory, so the planes come by value.

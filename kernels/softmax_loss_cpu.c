@@ -12,6 +12,7 @@
 #include <math.h>
 
 #include "base/log.h"
+#include "kernels/arguments.h"
 #include "kernels/cpu_internal.h"
 
 // log-softmax of element i is (logit[i] - max) - log_sum.
@@ -431,20 +432,9 @@ static void loss_row(const struct softmax_loss *op, int64_t r)
     write_statistics(&row, r);
 }
 
-static void check(const struct softmax_loss *op)
-{
-    if (op->teacher == NULL)
-        for (int i = 0; i < LOSS_TERM_COUNT; i++)
-            BUG_UNLESS(i == LOSS_CE_DATA || op->weight[i] == 0.0f);
-    if (op->gradient == op->student)
-        BUG_UNLESS((size_t)op->gradient_stride * dtype_size(op->gradient_type) ==
-                       (size_t)op->vocab * dtype_size(op->logits_type) &&
-                   dtype_size(op->gradient_type) <= dtype_size(op->logits_type));
-}
-
 void softmax_loss_cpu(struct stream *stream, const struct softmax_loss *op)
 {
-    check(op);
+    softmax_loss_check(op);
 #pragma omp parallel for num_threads(team(stream, op->rows * op->vocab)) schedule(static)
     for (int64_t r = 0; r < op->rows; r++)
         loss_row(op, r);

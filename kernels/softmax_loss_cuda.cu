@@ -8,6 +8,7 @@
 #include <float.h>
 #include <math.h>
 
+#include "kernels/arguments.h"
 #include "kernels/cuda_internal.cuh"
 
 enum {
@@ -455,21 +456,10 @@ static __global__ void __launch_bounds__(THREADS) loss_kernel(struct softmax_los
     }
 }
 
-static void check(const struct softmax_loss *op)
-{
-    if (op->teacher == NULL)
-        for (int i = 0; i < LOSS_TERM_COUNT; i++)
-            BUG_UNLESS(i == LOSS_CE_DATA || op->weight[i] == 0.0f);
-    if (op->gradient == op->student)
-        BUG_UNLESS((size_t)op->gradient_stride * dtype_size(op->gradient_type) ==
-                       (size_t)op->vocab * dtype_size(op->logits_type) &&
-                   dtype_size(op->gradient_type) <= dtype_size(op->logits_type));
-}
-
 // One CTA a row.
 void softmax_loss_cuda(struct stream *stream, const struct softmax_loss *op)
 {
-    check(op);
+    softmax_loss_check(op);
     if (op->rows == 0)
         return;
     unsigned grid = grid_size(op->rows);

@@ -21,17 +21,12 @@
 #include "tests/support/shard_fixture.h"
 
 // A folder with one shard of three documents of 5, 12 and 17 tokens.
-struct place {
-    char *folder, *path;
-    struct fixture fixture;
-};
-
 static const int64_t lengths[] = {5, 12, 17};
 enum { DOCUMENTS = 3, TOKENS = 34, PLANES = 3, HIDDEN = 8, VOCAB = 64 };
 
 static int setup(void **state)
 {
-    struct place *place = memory_alloc(1, sizeof(*place));
+    struct shard_place *place = memory_alloc(1, sizeof(*place));
     struct fixture_options options = {
         .seed = 6, .documents = DOCUMENTS, .lengths = lengths, .crc = true, .teacher = true};
     place->folder = fixture_folder();
@@ -39,16 +34,6 @@ static int setup(void **state)
     fixture_make(&place->fixture, &options);
     fixture_write(&place->fixture, place->path);
     *state = place;
-    return 0;
-}
-
-static int teardown(void **state)
-{
-    struct place *place = *state;
-    fixture_release(&place->fixture);
-    free(place->path);
-    fixture_folder_remove(place->folder);
-    free(place);
     return 0;
 }
 
@@ -86,7 +71,7 @@ static void check_one(const char *path, const char *words, int64_t bad_documents
 
 static void a_sound_shard_has_no_fault(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct outcome outcome;
     const char *path = place->path;
     memset(place->fixture.loss_mask + 5, 0, 10);
@@ -188,7 +173,7 @@ static const struct value_fault value_faults[] = {
 // Also in storage that libhdf5 must read, and with a mask and ids of 64 bits.
 static void bad_values_are_told(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct edit_form deflated = {.layout = EDIT_DEFLATED, .chunk = {8, PLANES, HIDDEN}},
                      wide = {.type = H5T_STD_I64LE};
     for (size_t i = 0; i < sizeof(value_faults) / sizeof(value_faults[0]); i++) {
@@ -208,7 +193,7 @@ static void bad_values_are_told(void **state)
 
 static void a_changed_byte_is_found_by_the_crc(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     hid_t file = H5Fopen(place->path, H5F_ACC_RDONLY, H5P_DEFAULT);
     hid_t id = H5Dopen2(file, "hidden_states", H5P_DEFAULT);
     int64_t offset = (int64_t)H5Dget_offset(id) + (6 * PLANES * HIDDEN + 3) * 2;
@@ -220,7 +205,7 @@ static void a_changed_byte_is_found_by_the_crc(void **state)
 
 static void structural_faults_are_told(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct edit_form shorter = {.rows = TOKENS - 1};
     edit_rewrite_dataset(place->path, "hidden_states", &shorter);
     check_one(place->path,
@@ -241,7 +226,7 @@ static void structural_faults_are_told(void **state)
 
 static void unsupervised_documents_are_told(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     memset(place->fixture.loss_mask + 5, 0, 12);
     fixture_write(&place->fixture, place->path);
     check_one(place->path, "document 1: no supervised token", 0);
@@ -249,7 +234,7 @@ static void unsupervised_documents_are_told(void **state)
 
 static void bad_teacher_columns_are_told(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     place->fixture.teacher_lse[18] = (float)NAN;
     fixture_write(&place->fixture, place->path);
     check_one(place->path, "document 2: row 1: teacher_top1", 0);
@@ -257,7 +242,7 @@ static void bad_teacher_columns_are_told(void **state)
 
 static void faults_between_files_are_told(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct outcome outcome;
     char *other = fixture_path(place->folder, "b.h5");
     const uint64_t ids[] = {77, place->fixture.doc_ids[2], 78};
@@ -281,7 +266,7 @@ static void faults_between_files_are_told(void **state)
 
 static void all_files_are_looked_at(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct outcome outcome;
     char *broken = fixture_path(place->folder, "0.h5"), *last = fixture_path(place->folder, "z.h5");
     struct fixture_options options = {.seed = 9};
@@ -315,7 +300,7 @@ static void read_verdict(struct verdict *verdict, const char *path)
 
 static void verdicts_are_kept_beside_the_shard(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct outcome outcome;
     struct verdict verdict;
     const char *path = place->path;
@@ -345,7 +330,7 @@ static void damaged_verdicts_are_refused(void **state)
 {
     static const char *const texts[] = {"", "{", "[]", "{\"format\": \"dtrain-verdict\"}",
                                         "{\"format\": 3, \"format_version\": 1, \"bad\": []}"};
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct shard shard;
     struct error err = {""};
     char *path = memory_format("%s.verdict.json", place->path);
@@ -376,7 +361,7 @@ static void damaged_verdicts_are_refused(void **state)
 
 static void nothing_is_written_when_not_wanted(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct check_summary summary;
     struct error err = {""};
     const char *path = place->path;
@@ -464,7 +449,7 @@ static void check_damaged(const char *path, const char *damaged, uint64_t first,
 static void damaged_bytes_never_end_the_program(void **state)
 {
     enum { SEEDS = 100 };
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct edit_form forms[] = {{.layout = EDIT_CHUNKED, .chunk = {7, PLANES, HIDDEN}},
                                 {.layout = EDIT_DEFLATED, .chunk = {7, PLANES, HIDDEN}}};
     char *damaged = fixture_path(place->folder, "damaged.h5");
@@ -480,7 +465,7 @@ static void damaged_bytes_never_end_the_program(void **state)
     free(damaged);
 }
 
-#define TEST(function) cmocka_unit_test_setup_teardown(function, setup, teardown)
+#define TEST(function) cmocka_unit_test_setup_teardown(function, setup, shard_place_teardown)
 
 int main(void)
 {

@@ -18,17 +18,12 @@
 #include "tests/support/shard_fixture.h"
 
 // A folder with one shard of three documents of 5, 12 and 17 tokens: 34 tokens, 3 planes, H 8.
-struct place {
-    char *folder, *path;
-    struct fixture fixture;
-};
-
 static const int64_t lengths[] = {5, 12, 17};
 enum { DOCUMENTS = 3, TOKENS = 34, PLANES = 3, HIDDEN = 8, VOCAB = 64 };
 
 static int setup(void **state)
 {
-    struct place *place = memory_alloc(1, sizeof(*place));
+    struct shard_place *place = memory_alloc(1, sizeof(*place));
     struct fixture_options options = {
         .seed = 5, .documents = DOCUMENTS, .lengths = lengths, .crc = true, .teacher = true};
     place->folder = fixture_folder();
@@ -38,16 +33,6 @@ static int setup(void **state)
         place->fixture.loss_mask[i] = 0;
     fixture_write(&place->fixture, place->path);
     *state = place;
-    return 0;
-}
-
-static int teardown(void **state)
-{
-    struct place *place = *state;
-    fixture_release(&place->fixture);
-    free(place->path);
-    fixture_folder_remove(place->folder);
-    free(place);
     return 0;
 }
 
@@ -125,7 +110,7 @@ static void refused(const char *path, const char *const *words, size_t count)
 
 static void round_trip_is_bitwise(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     assert_holds(place->path, &place->fixture);
 }
 
@@ -134,7 +119,7 @@ static void datasets_are_contiguous_and_aligned(void **state)
     static const char *const names[] = {"doc_offsets",  "doc_id",      "doc_crc32c",
                                         "input_ids",    "loss_mask",   "hidden_states",
                                         "teacher_top1", "teacher_lse", "teacher_top1_logit"};
-    struct place *place = *state;
+    struct shard_place *place = *state;
     hid_t file = H5Fopen(place->path, H5F_ACC_RDONLY, H5P_DEFAULT);
     assert_true(file >= 0);
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
@@ -152,7 +137,7 @@ static void datasets_are_contiguous_and_aligned(void **state)
 
 static void no_temporary_file_stays(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     char *missing = fixture_path(place->folder, "no-such-folder/b.h5");
     struct error err = {""};
     assert_int_equal(shard_write(missing, &place->fixture.content, &err), -1);
@@ -165,7 +150,7 @@ static void no_temporary_file_stays(void **state)
 
 static void integers_of_any_width(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct edit_form wide = {.type = H5T_STD_I64LE}, narrow = {.type = H5T_STD_U8LE},
                      big = {.type = H5T_STD_I32BE}, unsigned_wide = {.type = H5T_STD_U64LE};
     int64_t value = HIDDEN, version = 1, layers[] = {1, 3};
@@ -187,7 +172,7 @@ static void integers_of_any_width(void **state)
 // A mask below 0 must not read as 0.
 static void negative_masks_stay_wrong(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     hsize_t shape = TOKENS;
     int64_t masks[TOKENS] = {1, -1, -100, 257, 1};
     uint8_t mask[5];
@@ -202,7 +187,7 @@ static void negative_masks_stay_wrong(void **state)
 
 static void booleans_as_h5py_writes_them(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     hid_t type = H5Tenum_create(H5T_STD_I8LE);
     int8_t no = 0, yes = 1;
     hsize_t shape = TOKENS;
@@ -215,7 +200,7 @@ static void booleans_as_h5py_writes_them(void **state)
 
 static void signed_bits_of_features(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     hsize_t shape[] = {TOKENS, PLANES, HIDDEN};
     edit_replace_dataset(place->path, "hidden_states", 3, shape, H5T_STD_I16LE,
                          place->fixture.hidden_states);
@@ -226,7 +211,7 @@ static void strings_fixed_or_variable(void **state)
 {
     static const char *const names[] = {"format", "target_model", "dtype", "last_hidden"};
     static const char *const texts[] = {"dtrain-features", "fixture", "bfloat16", "pre_norm"};
-    struct place *place = *state;
+    struct shard_place *place = *state;
     for (int variable = 0; variable < 2; variable++) {
         for (int i = 3; i >= 0; i--)
             edit_text_attribute(place->path, names[i], texts[i], variable != 0);
@@ -237,7 +222,7 @@ static void strings_fixed_or_variable(void **state)
 
 static void every_layout_is_read_the_same(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct edit_form forms[] = {
         {.layout = EDIT_CHUNKED, .chunk = {7, PLANES, HIDDEN}},
         {.layout = EDIT_CHUNKED, .chunk = {5, 2, 3}},
@@ -260,7 +245,7 @@ static void every_layout_is_read_the_same(void **state)
 
 static void floats_of_any_width(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct edit_form form = {.type = H5T_IEEE_F64LE};
     edit_rewrite_dataset(place->path, "teacher_lse", &form);
     form.type = H5T_IEEE_F32BE;
@@ -270,7 +255,7 @@ static void floats_of_any_width(void **state)
 
 static void a_user_block_shifts_nothing(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     if (system("command -v h5jam > /dev/null") != 0)
         skip(); // the package hdf5-tools
     char *other = fixture_path(place->folder, "b.h5");
@@ -314,7 +299,7 @@ static void *read_repeatedly(void *argument)
     return NULL;
 }
 
-static void read_from_threads(const struct place *place)
+static void read_from_threads(const struct shard_place *place)
 {
     enum { READERS = 4 };
     struct reader readers[READERS];
@@ -333,7 +318,7 @@ static void read_from_threads(const struct place *place)
 
 static void threads_read_at_once(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct edit_form filtered = {.layout = EDIT_DEFLATED, .chunk = {10, PLANES, HIDDEN}};
     read_from_threads(place);
     edit_rewrite_dataset(place->path, "hidden_states", &filtered);
@@ -342,7 +327,7 @@ static void threads_read_at_once(void **state)
 
 static void ids_are_made_from_name_and_index(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct shard shard, again;
     char *other = fixture_path(place->folder, "b.h5");
     edit_remove_dataset(place->path, "doc_id");
@@ -365,7 +350,7 @@ static void missing_attributes_are_refused(void **state)
     static const char *const names[] = {"format",     "format_version", "target_model",
                                         "dtype",      "hidden_size",    "target_layer_ids",
                                         "vocab_size", "last_hidden"};
-    struct place *place = *state;
+    struct shard_place *place = *state;
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
         fixture_write(&place->fixture, place->path);
         edit_remove_attribute(place->path, names[i]);
@@ -375,7 +360,7 @@ static void missing_attributes_are_refused(void **state)
 
 static void every_fault_of_the_attributes_is_told(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     int64_t zero = 0;
     edit_remove_attribute(place->path, "last_hidden");
     edit_text_attribute(place->path, "dtype", "float16", true);
@@ -385,7 +370,7 @@ static void every_fault_of_the_attributes_is_told(void **state)
 
 static void wrong_attributes_are_refused(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     const char *path = place->path;
     int64_t newer = 2, large = 9;
     edit_text_attribute(path, "format", "something", false);
@@ -413,7 +398,7 @@ static void wrong_attributes_are_refused(void **state)
 
 static void wrong_layer_ids_are_refused(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     int64_t twice[] = {8, 8}, negative[] = {-1, 3}, descending[] = {3, 1}, three[] = {1, 3, 5};
     edit_integer_attribute(place->path, "target_layer_ids", H5T_STD_I32LE, twice, 2);
     assert_refused(place->path, "target_layer_ids holds 8 twice");
@@ -427,7 +412,7 @@ static void wrong_layer_ids_are_refused(void **state)
 
 static void an_absent_last_hidden_state_has_no_plane(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct shard shard;
     edit_text_attribute(place->path, "last_hidden", "absent", true);
     assert_refused(place->path, "hidden_states has 3 planes; 2 layer ids make 2");
@@ -443,7 +428,7 @@ static void missing_datasets_are_refused(void **state)
 {
     static const char *const names[] = {"doc_offsets", "input_ids", "loss_mask", "hidden_states",
                                         "teacher_lse"};
-    struct place *place = *state;
+    struct shard_place *place = *state;
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
         fixture_write(&place->fixture, place->path);
         edit_remove_dataset(place->path, names[i]);
@@ -453,7 +438,7 @@ static void missing_datasets_are_refused(void **state)
 
 static void rows_that_disagree_are_refused(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct edit_form shorter = {.rows = TOKENS - 1}, longer = {.rows = TOKENS + 1},
                      much_shorter = {.rows = 16};
     edit_rewrite_dataset(place->path, "hidden_states", &shorter);
@@ -474,7 +459,7 @@ static void rows_that_disagree_are_refused(void **state)
 
 static void bad_offsets_are_refused(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     hsize_t shape = 4;
     int64_t late[] = {1, 5, 17, 34}, back[] = {0, 17, 5, 34}, empty[] = {0, 5, 5, 34};
     int64_t beyond[] = {0, 5, 17, INT64_MAX}, negative[] = {0, INT64_MIN, 17, 34};
@@ -492,7 +477,7 @@ static void bad_offsets_are_refused(void **state)
 
 static void shards_without_documents_are_refused(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     hsize_t one = 1, none = 0;
     int64_t zero = 0;
     edit_replace_dataset(place->path, "doc_offsets", 1, &one, H5T_NATIVE_INT64, &zero);
@@ -503,7 +488,7 @@ static void shards_without_documents_are_refused(void **state)
 
 static void other_types_of_features_are_refused(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     hsize_t shape[] = {TOKENS, PLANES, HIDDEN}, flat[] = {TOKENS, PLANES * HIDDEN};
     hid_t half = H5Tcopy(H5T_IEEE_F32LE);
     H5Tset_fields(half, 15, 10, 5, 0, 10);
@@ -534,7 +519,7 @@ static void other_types_of_features_are_refused(void **state)
 
 static void data_that_is_not_there_is_refused(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     hsize_t shape[] = {TOKENS, PLANES, HIDDEN};
     char *other = fixture_path(place->folder, "b.h5");
     fixture_write(&place->fixture, other);
@@ -548,7 +533,7 @@ static void data_that_is_not_there_is_refused(void **state)
 
 static void truncated_files_name_both_sizes(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct stat status;
     assert_int_equal(stat(place->path, &status), 0);
     int64_t size = status.st_size, cut = size * 6 / 10;
@@ -567,7 +552,7 @@ static void truncated_files_name_both_sizes(void **state)
 
 static void what_is_no_file_is_refused(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     char *missing = fixture_path(place->folder, "missing.h5");
     assert_refused(place->folder, "not a regular file");
     assert_refused(missing, "No such file");
@@ -575,7 +560,7 @@ static void what_is_no_file_is_refused(void **state)
 }
 
 // Values of document 1 (12 tokens) after a change, as lines.
-static void check_changed(const struct place *place, bool check_crc, struct error *err)
+static void check_changed(const struct shard_place *place, bool check_crc, struct error *err)
 {
     const struct fixture *fixture = &place->fixture;
     struct shard shard;
@@ -589,7 +574,7 @@ static void check_changed(const struct place *place, bool check_crc, struct erro
     shard_close(&shard);
 }
 
-static void assert_told(const struct place *place, bool check_crc, const char *words)
+static void assert_told(const struct shard_place *place, bool check_crc, const char *words)
 {
     struct error err;
     check_changed(place, check_crc, &err);
@@ -603,7 +588,7 @@ static void assert_told(const struct place *place, bool check_crc, const char *w
 
 static void bad_values_are_told_by_row_and_plane(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct fixture *fixture = &place->fixture;
     bf16 *value = fixture_hidden(fixture, 5 + 7, 1) + 3, kept = *value;
     *value = 0x7fc1;
@@ -635,7 +620,7 @@ static void fill_rows(const struct fixture *fixture, int64_t first, int64_t end,
 
 static void bad_planes_are_told(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct fixture *fixture = &place->fixture;
     size_t bytes = HIDDEN * sizeof(bf16);
     fill_rows(fixture, 5, 17, 1, 0);
@@ -662,7 +647,7 @@ static void bad_planes_are_told(void **state)
 // Attention over equal values is that value: such a document is odd, but not damaged.
 static void equal_tokens_may_have_equal_features(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct fixture *fixture = &place->fixture;
     struct error err;
     for (int64_t t = 5; t < 17; t++) {
@@ -676,7 +661,7 @@ static void equal_tokens_may_have_equal_features(void **state)
 
 static void a_cut_document_is_checked_without_its_crc(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct fixture *fixture = &place->fixture;
     struct shard shard;
     struct error err = {""};
@@ -696,7 +681,7 @@ static void a_cut_document_is_checked_without_its_crc(void **state)
 
 static void a_file_cut_while_open_is_an_error(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct shard shard;
     struct error err = {""};
     bf16 hidden[TOKENS * PLANES * HIDDEN];
@@ -710,7 +695,7 @@ static void a_file_cut_while_open_is_an_error(void **state)
 
 static void shards_of_one_set_must_agree(void **state)
 {
-    struct place *place = *state;
+    struct shard_place *place = *state;
     struct shard first, second;
     struct error err = {""};
     const int32_t layers[] = {1, 4};
@@ -735,7 +720,7 @@ static void shards_of_one_set_must_agree(void **state)
     free(other);
 }
 
-#define TEST(function) cmocka_unit_test_setup_teardown(function, setup, teardown)
+#define TEST(function) cmocka_unit_test_setup_teardown(function, setup, shard_place_teardown)
 
 int main(void)
 {

@@ -30,16 +30,22 @@ static int find_path(struct resume *resume, const struct run_folder *folder, str
                      folder->checkpoints);
 }
 
+static int open_drafter_config(struct json_file *file, const char *checkpoint, struct error *err)
+{
+    char *path = memory_format("%s/config.json", checkpoint);
+    int status = json_open(file, path, err);
+    free(path);
+    return status;
+}
+
 // The layers that the features came from, as the checkpoint's config.json lists them: the config may
 // have left them to the shards.
 static int compare_layers(const char *checkpoint, const struct session *session, struct error *err)
 {
-    char *path = memory_format("%s/config.json", checkpoint);
     struct json_file file;
-    int status = json_open(&file, path, err);
-    free(path);
-    if (status != 0)
+    if (open_drafter_config(&file, checkpoint, err) != 0)
         return -1;
+    int status = 0;
     const struct dflash_sizes *sizes = &session->sizes;
     const cJSON *dflash = cJSON_GetObjectItemCaseSensitive(file.root, "dflash_config");
     const cJSON *ids = cJSON_GetObjectItemCaseSensitive(dflash, "target_layer_ids");
@@ -63,12 +69,10 @@ static int compare_layers(const char *checkpoint, const struct session *session,
 static int compare_target_defaults(const char *checkpoint, const struct session *session,
                                    struct error *err)
 {
-    char *path = memory_format("%s/config.json", checkpoint);
     struct json_file file;
-    int status = json_open(&file, path, err);
-    free(path);
-    if (status != 0)
+    if (open_drafter_config(&file, checkpoint, err) != 0)
         return -1;
+    int status = 0;
     const struct dflash_sizes *sizes = &session->sizes;
     const struct {
         const char *key;

@@ -241,10 +241,9 @@ void step_begin(struct step *step)
 }
 
 // Time since *mark, which moves to now.
-static double lap(struct step *step, double *mark)
+static double lap(double *mark)
 {
     double now = timer_now(), before = *mark;
-    (void)step;
     *mark = now;
     return now - before;
 }
@@ -263,7 +262,7 @@ static void run_group(struct step *step, const struct row *row, int64_t first, i
     double mark = timer_now();
     const void *hidden =
         dflash_group_forward(&step->dflash, backend, step->stream, step->anchors + first, count);
-    step->seconds.forward += lap(step, &mark);
+    step->seconds.forward += lap(&mark);
     int64_t slots = slots_make(row, &step->layout, step->anchors + first, count, step->slots);
     struct loss_group group = {.rows = count * s->sizes->block_size,
                                .hidden = hidden,
@@ -278,10 +277,10 @@ static void run_group(struct step *step, const struct row *row, int64_t first, i
     metrics_count_slots(metrics, step->slots, slots, &step->results, count, step->accepted + first);
     if (step->observer != NULL)
         step->observer->group(step->observer->context, first, step->slots, slots, &step->results);
-    step->seconds.loss += lap(step, &mark);
+    step->seconds.loss += lap(&mark);
     if (gradient)
         dflash_group_backward(&step->dflash, backend, step->stream, last);
-    step->seconds.backward += lap(step, &mark);
+    step->seconds.backward += lap(&mark);
 }
 
 // Context, then all groups of step->anchors[0 .. count). 1: stopped.
@@ -296,7 +295,7 @@ static int run_row(struct step *step, const struct row *row, int64_t count, bool
     // Noise belongs to training: a row that is scored is seen as it is when serving.
     dflash_context_forward(&step->dflash, s->backend, step->stream, row, step->features, gradient,
                            (uint64_t)s->config->run.seed);
-    step->seconds.forward += lap(step, &mark);
+    step->seconds.forward += lap(&mark);
     for (int64_t first = 0; first < count; first += per_group) {
         if (stopped(step))
             return 1;
@@ -441,7 +440,7 @@ void step_apply(struct step *step, double lr, int64_t applied_step, struct step_
         outcome->clip_factor = clip / outcome->grad_norm;
     update(step, lr, applied_step, outcome->clip_factor / outcome->weight_sum);
     outcome->applied = true;
-    step->seconds.optimizer += lap(step, &mark);
+    step->seconds.optimizer += lap(&mark);
 }
 
 int step_evaluate(struct step *step, const struct row *row, struct metrics *metrics,

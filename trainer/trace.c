@@ -62,6 +62,7 @@ struct trace {
     float *grads;
     struct step_outcome outcome;
     double lr;
+    float decay; // of matrices
 };
 
 static void column_add(struct column *column, const void *element)
@@ -193,16 +194,15 @@ static void add_params(struct trace_file *file, const char *prefix, const struct
     }
 }
 
-static void add_decay(struct trace_file *file, const struct trace *trace)
+static void add_decay(struct trace_file *file, struct trace *trace)
 {
     static const float none = 0.0f;
-    static float decay;
-    decay = (float)trace->config.optimizer.weight_decay;
+    trace->decay = (float)trace->config.optimizer.weight_decay;
     for (size_t i = 0; i < trace->session.params.count; i++) {
         const struct param *param = &trace->session.params.items[i];
         char name[128];
         snprintf(name, sizeof(name), "decay.%s", param->name);
-        add_vector(file, name, DTYPE_F32, 1, param->norm ? &none : &decay);
+        add_vector(file, name, DTYPE_F32, 1, param->norm ? &none : &trace->decay);
     }
 }
 

@@ -176,3 +176,13 @@ char *fixture_path(const char *folder, const char *name)
 {
     return memory_format("%s/%s", folder, name);
 }
+
+int shard_place_teardown(void **state)
+{
+    struct shard_place *place = *state;
+    fixture_release(&place->fixture);
+    free(place->path);
+    fixture_folder_remove(place->folder);
+    free(place);
+    return 0;
+}

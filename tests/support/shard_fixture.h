@@ -51,4 +51,12 @@ void fixture_folder_remove(char *folder);
 // folder/name; the caller frees it.
 char *fixture_path(const char *folder, const char *name);
 
+// A test's state: a folder with one shard in it, and what the shard was made of.
+struct shard_place {
+    char *folder, *path;
+    struct fixture fixture;
+};
+// For cmocka: frees *state, a struct shard_place, and removes its folder.
+int shard_place_teardown(void **state);
+
 #endif

@@ -1,0 +1,20 @@
+// What every backend asks of an op's arguments before it computes.
+#ifndef KERNELS_ARGUMENTS_H
+#define KERNELS_ARGUMENTS_H
+
+#include "kernels/gemm.h"
+#include "kernels/softmax_loss.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// The same product with packed strides filled in where they are 0.
+struct gemm gemm_with_strides(const struct gemm *gemm);
+// Without a teacher only ce_data has weight; a gradient over the logits keeps their rows.
+void softmax_loss_check(const struct softmax_loss *op);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
