@@ -1,0 +1,119 @@
+"""Targets and feature shards of real sizes with made-up values, for benchmarks.
+
+What is measured with them depends on sizes, lengths and masks only, not on the values, so these are drawn
+at random: unit hidden states, a head with the usual spread. Needs torch (a GPU makes it quick), numpy, h5py.
+"""
+import json
+import struct
+
+import h5py
+import numpy as np
+import torch
+
+MODELS = {
+    "v4": dict(hidden=5120, vocab=248320, layers=64, heads=32, kv_heads=8, head_dim=128,
+               intermediate=17408, layer_ids=[1, 16, 31, 46, 61]),
+    "qwen3-8b": dict(hidden=4096, vocab=151936, layers=36, heads=32, kv_heads=8, head_dim=128,
+                     intermediate=12288, layer_ids=[1, 9, 17, 25, 33]),
+    "tiny": dict(hidden=128, vocab=1024, layers=8, heads=4, kv_heads=2, head_dim=64,
+                 intermediate=256, layer_ids=[0, 1, 2, 4, 5]),
+}
+DRAFTER_LAYERS, BLOCK = 5, 16
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def random_bits(generator, shape, deviation):
+    """bf16 normal values as uint16 bits."""
+    values = torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.bfloat16) * deviation
+    return values.view(torch.int16).cpu().numpy().view(np.uint16)
+
+
+def model_config(model):
+    """config.json of a target of these sizes with an untied head."""
+    return dict(model_type="qwen3", architectures=["Qwen3ForCausalLM"], hidden_size=model["hidden"],
+                vocab_size=model["vocab"], num_hidden_layers=model["layers"],
+                num_attention_heads=model["heads"], num_key_value_heads=model["kv_heads"],
+                head_dim=model["head_dim"], intermediate_size=model["intermediate"],
+                rms_norm_eps=1e-6, rope_theta=10000000.0, max_position_embeddings=40960,
+                hidden_act="silu", tie_word_embeddings=False, eos_token_id=1, bos_token_id=2)
+
+
+def write_target(folder, model, seed=0):
+    """A target directory: config.json and head.safetensors."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(model_config(model)))
+    hidden, vocab = model["hidden"], model["vocab"]
+    shapes = {"embed_tokens.weight": [vocab, hidden], "lm_head.weight": [vocab, hidden],
+              "norm.weight": [hidden]}
+    header, at = {}, 0
+    for name, shape in shapes.items():
+        size = 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(folder / "head.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, shape in shapes.items():
+            if len(shape) == 1:
+                file.write(np.full(shape, 0x3F80, np.uint16).tobytes())  # ones
+                continue
+            for begin in range(0, shape[0], 32768):
+                rows = min(32768, shape[0] - begin)
+                random_bits(generator, (rows, hidden), 0.02).tofile(file)
+
+
+def write_shard(path, model, documents, seed=0):
+    """documents: (tokens, mask): mask is a uint8 array, or None when all is supervised."""
+    generator = torch.Generator(DEVICE).manual_seed(seed + 1)
+    lengths = [tokens for tokens, _ in documents]
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    total, planes, hidden = int(offsets[-1]), len(model["layer_ids"]) + 1, model["hidden"]
+    masks = [np.ones(tokens, np.uint8) if mask is None else mask for tokens, mask in documents]
+    ids = torch.randint(3, model["vocab"] - 1, (total,), generator=generator, device=DEVICE,
+                        dtype=torch.int32)
+    with h5py.File(path, "w", alignment_threshold=4096, alignment_interval=4096) as file:
+        file.attrs.update({"format": "dtrain-features", "format_version": 1,
+                           "target_model": "made up", "hidden_size": hidden,
+                           "vocab_size": model["vocab"], "dtype": "bfloat16",
+                           "target_layer_ids": np.array(model["layer_ids"], np.int32),
+                           "last_hidden": "pre_norm"})
+        file["doc_offsets"] = offsets
+        file["doc_id"] = np.arange(1, len(documents) + 1, dtype=np.uint64)
+        file["input_ids"] = ids.cpu().numpy()
+        file["loss_mask"] = np.concatenate(masks)
+        states = file.create_dataset("hidden_states", (total, planes, hidden), np.uint16)
+        for begin in range(0, total, 4096):
+            end = min(begin + 4096, total)
+            states[begin:end] = random_bits(generator, (end - begin, planes, hidden), 1.0)
+
+
+def even_documents(tokens, rows=2, per_row=4):
+    """Rows of `per_row` documents of the same length, every token supervised."""
+    return [(tokens // per_row, None)] * (rows * per_row)
+
+
+def mixed_documents(tokens, rows=3, seed=0):
+    """Lengths of mean 335 with a tail to 4,042; answers (60 % of the tokens) behind their prompts."""
+    rng, documents, total = np.random.default_rng(seed), [], 0
+    while total < rows * tokens:
+        length = int(min(max(rng.lognormal(5.32, 0.95), 24), 4042, tokens))
+        mask = np.ones(length, np.uint8)
+        mask[:int(0.4 * length)] = 0
+        documents.append((length, mask))
+        total += length
+    return documents
+
+
+def wild_documents(tokens):
+    """Documents of which no two share a row, from a few anchors in all to every token supervised."""
+    documents = []
+    for share, supervised in ((1.0, None), (0.55, None), (0.9, 16), (0.7, 200), (0.6, 1500), (0.52, 2)):
+        length = int(share * tokens)
+        mask = None
+        if supervised is not None:
+            mask = np.zeros(length, np.uint8)
+            mask[length - supervised:] = 1
+        documents.append((length, mask))
+    return documents
