@@ -46,6 +46,7 @@ enum { OUT_OF_VOCAB_MASKED, OUT_OF_VOCAB_KEPT };
 enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD, SCHEDULE_CONSTANT };
 enum { RECOMPUTE_AUTO, RECOMPUTE_NONE, RECOMPUTE_CHEAP, RECOMPUTE_LAYER };
 enum { LOGITS_FP32, LOGITS_BF16 };
+enum { KERNELS_AUTO, KERNELS_GENERIC };
 
 #define CONFIG_FIELD_TEXT(name, def, resume, help)            char *name;
 #define CONFIG_FIELD_INT(name, def, min, max, resume, help)   int64_t name;

@@ -33,6 +33,7 @@
     SECTION(schedule, SCHEDULE_KEYS, "learning rate over steps") \
     SECTION(checkpoint, CHECKPOINT_KEYS, "what is saved, and when") \
     SECTION(memory, MEMORY_KEYS, "how the step is cut to fit; frozen in execution.json") \
+    SECTION(kernels, KERNELS_KEYS, "which kernels are used; frozen in execution.json") \
     SECTION(parallel, PARALLEL_KEYS, "ranks and threads") \
     SECTION(log, LOG_KEYS, "what is reported")
 
@@ -154,6 +155,9 @@
     INT(chunk_rows, 0, 0, 1073741824, KEEP, "student and distinct teacher rows whose logits exist together; 0: chosen") \
     CHOICE(recompute, auto, "auto\0none\0cheap\0layer", KEEP, "what the backward pass computes again: nothing, norms and activations, whole layers") \
     CHOICE(logits, fp32, "fp32\0bf16", KEEP, "dtype of the logits of a chunk; bf16 halves them and costs accuracy")
+
+#define KERNELS_KEYS(TEXT, PATH, INT, REAL, FLAG, CHOICE, TEXTS, PATHS, INTS, REALS) \
+    CHOICE(path, auto, "auto\0generic", KEEP, "auto: the fastest kernels that the GPU has; generic: those that every supported GPU has")
 
 #define PARALLEL_KEYS(TEXT, PATH, INT, REAL, FLAG, CHOICE, TEXTS, PATHS, INTS, REALS) \
     INT(gpus, 0, 0, 4096, FREE, "ranks to start on this machine; 0: one per visible GPU") \

@@ -3,6 +3,7 @@
 #ifndef KERNELS_BACKEND_H
 #define KERNELS_BACKEND_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -15,6 +16,16 @@ extern "C" {
 
 struct kernels;
 struct stream; // an ordered queue of work with its workspace and library handles; per backend
+
+struct stream_options {
+    int threads; // CPU threads of this stream's work (CUDA ignores it)
+    // 0: a stream for copies, fills, waits and times only, on which no op runs
+    size_t workspace_bytes;
+    bool generic; // CUDA: no path that only some GPUs have, as if this were any other GPU
+};
+
+// Times of one stream that are remembered together.
+enum { STREAM_TIME_SLOTS = 64 };
 
 struct backend {
     const char *name; // "cpu", "cuda"
@@ -36,10 +47,18 @@ struct backend {
     void (*sync)(struct stream *stream);
     // The least workspace that every op works with. More does not change results.
     size_t (*stream_workspace_bytes)(int threads);
-    // threads: CPU threads of this stream's work (CUDA ignores it). Used by one thread at a time, on
-    // the CPU the one that opened it.
-    struct stream *(*stream_open)(int threads, size_t workspace_bytes);
+    // Used by one thread at a time, on the CPU the one that opened it.
+    struct stream *(*stream_open)(const struct stream_options *options);
     void (*stream_close)(struct stream *stream);
+    // What is queued on `waiter` from now on starts after all that is queued on `other` so far. The
+    // caller does not wait.
+    void (*stream_wait)(struct stream *waiter, struct stream *other);
+    // Notes when the work queued so far is done, without waiting for it; slot < STREAM_TIME_SLOTS.
+    void (*time_mark)(struct stream *stream, int slot);
+    // Seconds between two marks, to be asked after a sync.
+    double (*time_between)(struct stream *stream, int from, int to);
+    // Memory of the device (CPU: of the machine) that is free now, and all of it.
+    void (*memory)(size_t *free_bytes, size_t *total_bytes);
 };
 
 // The CPU backend. Always there.

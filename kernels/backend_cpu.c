@@ -7,8 +7,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/log.h"
+#include "base/timer.h"
 #include "kernels/cpu_internal.h"
 #include "kernels/kernels.h"
 
@@ -80,14 +82,17 @@ void *thread_workspace(struct stream *stream)
 
 // OpenBLAS computes in the calling thread only: the ops split their work over one OpenMP team, and a
 // second pool of threads that waits busily would take that team's cores.
-static struct stream *cpu_stream_open(int threads, size_t workspace_bytes)
+static struct stream *cpu_stream_open(const struct stream_options *options)
 {
-    BUG_UNLESS(threads > 0 && workspace_bytes >= cpu_workspace_bytes(threads));
     struct stream *stream = memory_alloc(1, sizeof(*stream));
-    stream->threads = threads;
-    stream->workspace = cpu_alloc(workspace_bytes);
-    stream->workspace_bytes = workspace_bytes;
-    omp_set_num_threads(threads);
+    if (options->workspace_bytes == 0)
+        return stream;
+    BUG_UNLESS(options->threads > 0 &&
+               options->workspace_bytes >= cpu_workspace_bytes(options->threads));
+    stream->threads = options->threads;
+    stream->workspace = cpu_alloc(options->workspace_bytes);
+    stream->workspace_bytes = options->workspace_bytes;
+    omp_set_num_threads(options->threads);
     openblas_set_num_threads(1);
     return stream;
 }
@@ -98,6 +103,30 @@ static void cpu_stream_close(struct stream *stream)
         return;
     free(stream->workspace);
     free(stream);
+}
+
+static void cpu_stream_wait(struct stream *waiter, struct stream *other)
+{
+    (void)waiter;
+    (void)other;
+}
+
+static void cpu_time_mark(struct stream *stream, int slot)
+{
+    BUG_UNLESS(slot >= 0 && slot < STREAM_TIME_SLOTS);
+    stream->times[slot] = timer_now();
+}
+
+static double cpu_time_between(struct stream *stream, int from, int to)
+{
+    return stream->times[to] - stream->times[from];
+}
+
+static void cpu_memory(size_t *free_bytes, size_t *total_bytes)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    *free_bytes = (size_t)sysconf(_SC_AVPHYS_PAGES) * page;
+    *total_bytes = (size_t)sysconf(_SC_PHYS_PAGES) * page;
 }
 
 const struct backend *backend_cpu(void)
@@ -118,6 +147,10 @@ const struct backend *backend_cpu(void)
         .stream_workspace_bytes = cpu_workspace_bytes,
         .stream_open = cpu_stream_open,
         .stream_close = cpu_stream_close,
+        .stream_wait = cpu_stream_wait,
+        .time_mark = cpu_time_mark,
+        .time_between = cpu_time_between,
+        .memory = cpu_memory,
     };
     return &backend;
 }

@@ -103,12 +103,28 @@ static size_t cuda_workspace_bytes(int threads)
     return WORKSPACE_BYTES;
 }
 
-static struct stream *cuda_stream_open(int threads, size_t workspace_bytes)
+// Whether this GPU runs code that is built for sm_90a only.
+static bool is_hopper(void)
 {
-    BUG_UNLESS(workspace_bytes >= cuda_workspace_bytes(threads));
+    int device = 0, major = 0, minor = 0;
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    cuda_check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+    return major == 9 && minor == 0;
+}
+
+static struct stream *cuda_stream_open(const struct stream_options *options)
+{
     struct stream *stream = (struct stream *)memory_alloc(1, sizeof(*stream));
     cuda_check(cudaStreamCreateWithFlags(&stream->cuda, cudaStreamNonBlocking));
-    stream->workspace = cuda_alloc(workspace_bytes);
+    cuda_check(cudaEventCreateWithFlags(&stream->done, cudaEventDisableTiming));
+    for (int slot = 0; slot < STREAM_TIME_SLOTS; slot++)
+        cuda_check(cudaEventCreate(&stream->times[slot]));
+    stream->generic = options->generic || !is_hopper();
+    if (options->workspace_bytes == 0)
+        return stream;
+    BUG_UNLESS(options->workspace_bytes >= cuda_workspace_bytes(options->threads));
+    stream->workspace = cuda_alloc(options->workspace_bytes);
     // What products may use is fixed: more would change which algorithms they choose.
     stream->workspace_bytes = WORKSPACE_BYTES;
     return stream;
@@ -121,9 +137,38 @@ static void cuda_stream_close(struct stream *stream)
     cuda_check(cudaStreamSynchronize(stream->cuda));
     if (stream->blas != NULL)
         cublas_check(cublasLtDestroy(stream->blas));
-    cuda_free(stream->workspace);
+    if (stream->workspace != NULL)
+        cuda_free(stream->workspace);
+    for (int slot = 0; slot < STREAM_TIME_SLOTS; slot++)
+        cuda_check(cudaEventDestroy(stream->times[slot]));
+    cuda_check(cudaEventDestroy(stream->done));
     cuda_check(cudaStreamDestroy(stream->cuda));
     free(stream);
+}
+
+// The wait takes the event as it is now, so that the next record does not disturb it.
+static void cuda_stream_wait(struct stream *waiter, struct stream *other)
+{
+    cuda_check(cudaEventRecord(other->done, other->cuda));
+    cuda_check(cudaStreamWaitEvent(waiter->cuda, other->done, 0));
+}
+
+static void cuda_time_mark(struct stream *stream, int slot)
+{
+    BUG_UNLESS(slot >= 0 && slot < STREAM_TIME_SLOTS);
+    cuda_check(cudaEventRecord(stream->times[slot], stream->cuda));
+}
+
+static double cuda_time_between(struct stream *stream, int from, int to)
+{
+    float milliseconds = 0.0f;
+    cuda_check(cudaEventElapsedTime(&milliseconds, stream->times[from], stream->times[to]));
+    return (double)milliseconds * 1e-3;
+}
+
+static void cuda_memory(size_t *free_bytes, size_t *total_bytes)
+{
+    cuda_check(cudaMemGetInfo(free_bytes, total_bytes));
 }
 
 static __global__ void probe_kernel(void) {}
@@ -155,9 +200,10 @@ static int check_device(struct error *why)
 const struct backend *backend_cuda(struct error *why)
 {
     static const struct backend backend = {
-        "cuda",          &kernels_cuda,  cuda_describe,        cuda_alloc,       cuda_free,
-        cuda_host_alloc, cuda_host_free, cuda_copy_in,         cuda_copy_out,    cuda_copy,
-        cuda_zero,       cuda_sync,      cuda_workspace_bytes, cuda_stream_open, cuda_stream_close,
+        "cuda",           &kernels_cuda,  cuda_describe,        cuda_alloc,       cuda_free,
+        cuda_host_alloc,  cuda_host_free, cuda_copy_in,         cuda_copy_out,    cuda_copy,
+        cuda_zero,        cuda_sync,      cuda_workspace_bytes, cuda_stream_open, cuda_stream_close,
+        cuda_stream_wait, cuda_time_mark, cuda_time_between,    cuda_memory,
     };
     int devices = 0;
     cudaError_t status = cudaGetDeviceCount(&devices);

@@ -23,6 +23,7 @@ struct stream {
     int threads;
     unsigned char *workspace;
     size_t workspace_bytes;
+    double times[STREAM_TIME_SLOTS]; // timer_now() of each mark
 };
 
 enum { CPU_WORKSPACE_PER_THREAD = 4 << 20 };

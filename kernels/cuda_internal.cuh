@@ -49,6 +49,9 @@ enum { GEMM_CHOICES = 256 };
 
 struct stream {
     cudaStream_t cuda;
+    bool generic;     // no path that only some GPUs have: the option, or a GPU that is not sm_90
+    cudaEvent_t done; // of the work queued before the last stream_wait for this stream
+    cudaEvent_t times[STREAM_TIME_SLOTS];
     cublasLtHandle_t blas; // NULL until the first product
     void *workspace;
     size_t workspace_bytes;

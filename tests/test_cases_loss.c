@@ -72,7 +72,8 @@ static struct bench *bench_open(void)
                                        .has_teacher = true,
                                        .norm_eps = (float)eps,
                                        .logit_scale = 1.0f};
-    b->stream = backend_cpu()->stream_open(1, backend_cpu()->stream_workspace_bytes(1));
+    b->stream = backend_cpu()->stream_open(&(struct stream_options){
+        .threads = 1, .workspace_bytes = backend_cpu()->stream_workspace_bytes(1)});
     return b;
 }
 

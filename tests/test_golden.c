@@ -408,7 +408,8 @@ static void check_term(const struct golden *g, struct softmax_loss op, int term)
     float loss[MOST_ROWS];
     char *name = memory_format("loss.%s", term_names[term]);
     const double *want = values_of(g, name, "F64", op.rows);
-    struct stream *stream = backend_cpu()->stream_open(2, backend_cpu()->stream_workspace_bytes(2));
+    struct stream *stream = backend_cpu()->stream_open(&(struct stream_options){
+        .threads = 2, .workspace_bytes = backend_cpu()->stream_workspace_bytes(2)});
     op.loss = loss;
     op.weight[term] = 1.0f;
     kernels_cpu.softmax_loss(stream, &op);

@@ -32,7 +32,8 @@ static void check_open(struct check *check, int64_t outputs)
             memset(check->run.tensors[i].value, 0,
                    (size_t)(check->run.tensors[i].rows * check->run.tensors[i].columns) *
                        sizeof(double));
-    struct stream *stream = backend->stream_open(2, backend->stream_workspace_bytes(2));
+    struct stream *stream = backend->stream_open(&(struct stream_options){
+        .threads = 2, .workspace_bytes = backend->stream_workspace_bytes(2)});
     kernel_run_send(&check->run, backend, stream);
     kernel_case_call(&check->c, &check->run);
     check->y = memory_alloc((size_t)outputs, sizeof(double));

@@ -15,7 +15,8 @@
 
 static struct stream *stream_of(int threads)
 {
-    return backend_cpu()->stream_open(threads, backend_cpu()->stream_workspace_bytes(threads));
+    return backend_cpu()->stream_open(&(struct stream_options){
+        .threads = threads, .workspace_bytes = backend_cpu()->stream_workspace_bytes(threads)});
 }
 
 static void *normals(int64_t count, enum dtype type, float scale, uint64_t seed)

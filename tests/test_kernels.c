@@ -1,5 +1,6 @@
-// Every row of the table of kernel cases on one backend, named on the command line: cpu or cuda. A
-// second argument is a part of names: only those cases run.
+// Every row of the table of kernel cases on one backend, named on the command line: cpu, cuda, or
+// cuda-generic (without the paths that only some GPUs have). A second argument is a part of names:
+// only those cases run.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -15,19 +16,23 @@ enum { SKIPPED = 77, THREADS = 2 };
 
 struct test_case {
     const struct backend *backend;
+    bool generic;
     const struct kernel_case *c;
     char name[CASE_NAME];
 };
 
-static struct stream *open_stream(const struct backend *backend, int threads)
+static struct stream *open_stream(const struct test_case *test, int threads)
 {
-    return backend->stream_open(threads, backend->stream_workspace_bytes(threads));
+    return test->backend->stream_open(
+        &(struct stream_options){.threads = threads,
+                                 .workspace_bytes = test->backend->stream_workspace_bytes(threads),
+                                 .generic = test->generic});
 }
 
 static void runs_as_expected(void **state)
 {
     const struct test_case *test = *state;
-    struct stream *stream = open_stream(test->backend, THREADS);
+    struct stream *stream = open_stream(test, THREADS);
     struct kernel_run run;
     kernel_case_build(test->c, &run);
     kernel_case_expect(test->c, &run);
@@ -42,7 +47,7 @@ static void runs_as_expected(void **state)
 
 static uint64_t digest_with(const struct test_case *test, struct kernel_run *run, int threads)
 {
-    struct stream *stream = open_stream(test->backend, threads);
+    struct stream *stream = open_stream(test, threads);
     kernel_run_send(run, test->backend, stream);
     kernel_case_call(test->c, run);
     uint64_t digest = kernel_run_digest(run);
@@ -100,7 +105,7 @@ static void memory_moves(void **state)
 {
     const struct test_case *test = *state;
     const struct backend *backend = test->backend;
-    struct stream *stream = open_stream(backend, THREADS);
+    struct stream *stream = open_stream(test, THREADS);
     enum { BYTES = 1027 };
     unsigned char *host = backend->host_alloc(BYTES);
     void *a = backend->alloc(BYTES), *b = backend->alloc(BYTES), *nothing = backend->alloc(0);
@@ -125,6 +130,42 @@ static void memory_moves(void **state)
     backend->stream_close(stream);
 }
 
+// Work on a stream for copies only, then on one that waits for it, with times and free memory noted.
+static void streams_wait_and_tell_time(void **state)
+{
+    const struct test_case *test = *state;
+    const struct backend *backend = test->backend;
+    struct stream *stream = open_stream(test, THREADS);
+    struct stream *copies = backend->stream_open(&(struct stream_options){0});
+    enum { BYTES = 1 << 25, LAST = STREAM_TIME_SLOTS - 1 };
+    size_t left = 0, total = 0, left_after = 0;
+    backend->memory(&left, &total);
+    unsigned char *host = backend->host_alloc(BYTES), *back = backend->host_alloc(BYTES);
+    void *a = backend->alloc(BYTES), *b = backend->alloc(BYTES);
+    for (int i = 0; i < BYTES; i++)
+        host[i] = (unsigned char)(i * 7 + i / 256);
+    backend->time_mark(stream, 0);
+    backend->copy_in(copies, a, host, BYTES);
+    backend->stream_wait(stream, copies);
+    backend->copy(stream, b, a, BYTES);
+    backend->time_mark(stream, LAST);
+    backend->stream_wait(copies, stream);
+    backend->copy_out(copies, back, b, BYTES);
+    backend->sync(copies);
+    backend->sync(stream);
+    assert_memory_equal(back, host, BYTES);
+    assert_true(backend->time_between(stream, 0, LAST) > 0.0);
+    assert_true(backend->time_between(stream, 0, LAST) < 60.0);
+    backend->memory(&left_after, &total);
+    assert_true(left > 0 && left <= total && left_after > 0 && left_after <= total);
+    backend->free(a);
+    backend->free(b);
+    backend->host_free(host);
+    backend->host_free(back);
+    backend->stream_close(copies);
+    backend->stream_close(stream);
+}
+
 // A row is named by its numbers, so two rows that say the same would hide each other.
 static void names_and_seeds_differ(void **state)
 {
@@ -139,17 +180,21 @@ static void names_and_seeds_differ(void **state)
         }
 }
 
+static bool is_generic(const char *name)
+{
+    return strcmp(name, "cuda-generic") == 0;
+}
+
 // NULL when it can not be used here; then the exit status to end with is set.
 static const struct backend *backend_named(const char *name, int *status)
 {
     if (strcmp(name, "cpu") == 0)
         return backend_cpu();
     struct error why = {{0}};
-    const struct backend *backend = strcmp(name, "cuda") == 0 ? backend_cuda(&why) : NULL;
+    bool cuda = strcmp(name, "cuda") == 0 || is_generic(name);
+    const struct backend *backend = cuda ? backend_cuda(&why) : NULL;
     const char *required = getenv("REQUIRE_CUDA");
-    *status = strcmp(name, "cuda") != 0 || (required != NULL && strcmp(required, "1") == 0)
-                  ? EXIT_FAILURE
-                  : SKIPPED;
+    *status = !cuda || (required != NULL && strcmp(required, "1") == 0) ? EXIT_FAILURE : SKIPPED;
     if (backend == NULL)
         fprintf(stderr, "kernels on %s: %s: %s\n", name,
                 *status == SKIPPED ? "skipped" : "not possible", why.text);
@@ -159,17 +204,19 @@ static const struct backend *backend_named(const char *name, int *status)
 int main(int argc, char **argv)
 {
     int status = EXIT_FAILURE;
-    const struct backend *backend = backend_named(argc > 1 ? argv[1] : "cpu", &status);
+    const char *name = argc > 1 ? argv[1] : "cpu";
+    const struct backend *backend = backend_named(name, &status);
     if (backend == NULL)
         return status;
-    size_t most = 2 * (size_t)kernel_case_count + 4, count = 0;
+    size_t most = 2 * (size_t)kernel_case_count + 5, count = 0;
     struct test_case *cases = calloc(most, sizeof(*cases));
     struct CMUnitTest *tests = calloc(most, sizeof(*tests));
     for (int i = 0; i < kernel_case_count; i++) {
         if (kernel_cases[i].flags & CASE_BENCH)
             continue;
         struct test_case *test = &cases[count];
-        *test = (struct test_case){.backend = backend, .c = &kernel_cases[i]};
+        *test = (struct test_case){
+            .backend = backend, .generic = is_generic(name), .c = &kernel_cases[i]};
         kernel_case_name(test->c, test->name);
         if (argc > 2 && strstr(test->name, argv[2]) == NULL)
             continue;
@@ -180,16 +227,17 @@ int main(int argc, char **argv)
             (struct CMUnitTest){cases[count].name, repeats_bitwise, NULL, NULL, &cases[count]};
         count++;
     }
-    cases[count] = (struct test_case){.backend = backend};
+    cases[count] = (struct test_case){.backend = backend, .generic = is_generic(name)};
     struct CMUnitTest general[] = {
         {"every_kernel_has_a_case", every_kernel_has_a_case, NULL, NULL, &cases[count]},
         {"no_entry_is_missing", no_entry_is_missing, NULL, NULL, &cases[count]},
         {"names_and_seeds_differ", names_and_seeds_differ, NULL, NULL, &cases[count]},
         {"memory_moves", memory_moves, NULL, NULL, &cases[count]},
+        {"streams_wait_and_tell_time", streams_wait_and_tell_time, NULL, NULL, &cases[count]},
     };
     memcpy(tests + count, general, sizeof(general));
     count += sizeof(general) / sizeof(general[0]);
-    int failed = _cmocka_run_group_tests(backend->name, tests, count, NULL, NULL);
+    int failed = _cmocka_run_group_tests(name, tests, count, NULL, NULL);
     free(tests);
     free(cases);
     return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;

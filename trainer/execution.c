@@ -13,6 +13,7 @@
     TEXT(compute)                                                                                  \
     TEXT(logits)                                                                                   \
     TEXT(recompute)                                                                                \
+    TEXT(kernels)                                                                                  \
     INT(group_rows)                                                                                \
     INT(chunk_rows)                                                                                \
     INT(threads)                                                                                   \

@@ -14,6 +14,7 @@ struct execution {
     char compute[8];    // "fp32", "bf16"
     char logits[8];
     char recompute[8]; // "none", "cheap", "layer"
+    char kernels[8];   // "auto", "generic"
     int64_t group_rows, chunk_rows;
     int64_t threads;
     int64_t world_size;

@@ -57,6 +57,8 @@ int execution_choose(struct execution *e, const struct config *config,
              config->memory.recompute == RECOMPUTE_LAYER   ? "layer"
              : config->memory.recompute == RECOMPUTE_CHEAP ? "cheap"
                                                            : "none");
+    snprintf(e->kernels, sizeof(e->kernels), "%s",
+             config->kernels.path == KERNELS_GENERIC ? "generic" : "auto");
     if (config->run.compute == COMPUTE_FP32 && config->memory.logits == LOGITS_BF16)
         return error_set(err, "memory.logits: bf16 needs run.compute: bf16");
     e->threads =

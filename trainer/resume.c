@@ -117,8 +117,10 @@ static int compare_config(struct resume *resume, const struct session *session, 
     int status = config_load(&before, path, NULL, 0, err);
     resume->failed = status != 0;
     if (status == 0) {
-        if (resume->replan)
-            before.memory = session->config->memory;      // how the step is cut is execution
+        if (resume->replan) { // how the step is cut and by what it runs is execution
+            before.memory = session->config->memory;
+            before.kernels = session->config->kernels;
+        }
         config_expand_files(&before, &(struct error){0}); // files may have moved: names decide
         status = config_compare_for_resume(&before, session->config, err);
         if (status != 0)

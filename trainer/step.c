@@ -168,7 +168,10 @@ int step_open(struct step *step, const struct step_setup *setup, struct error *e
     *step = (struct step){.setup = *setup};
     const struct backend *backend = setup->backend;
     int threads = (int)setup->execution->threads;
-    step->stream = backend->stream_open(threads, backend->stream_workspace_bytes(threads));
+    step->stream = backend->stream_open(
+        &(struct stream_options){.threads = threads,
+                                 .workspace_bytes = backend->stream_workspace_bytes(threads),
+                                 .generic = strcmp(setup->execution->kernels, "generic") == 0});
     arena_init(&step->arena);
     plan_pass(step, &step->arena);
     dflash_close(&step->dflash);

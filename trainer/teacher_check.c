@@ -139,7 +139,8 @@ static void teacher_init(struct teacher *teacher, const struct target *target)
     *teacher = (struct teacher){
         .target = target,
         .backend = backend,
-        .stream = backend->stream_open(threads, backend->stream_workspace_bytes(threads)),
+        .stream = backend->stream_open(&(struct stream_options){
+            .threads = threads, .workspace_bytes = backend->stream_workspace_bytes(threads)}),
         .norm = memory_alloc((size_t)h, sizeof(float)),
         .head = memory_alloc((size_t)(PIECE_ROWS * h), sizeof(float))};
     to_float(&target->norm, 0, 1, teacher->norm);

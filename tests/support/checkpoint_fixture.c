@@ -59,6 +59,7 @@ void drafter_fixture_open(struct drafter_fixture *fixture, int64_t layers)
                                             .compute = "fp32",
                                             .logits = "fp32",
                                             .recompute = "none",
+                                            .kernels = "auto",
                                             .group_rows = 64,
                                             .chunk_rows = 32,
                                             .threads = 1,
