@@ -104,8 +104,8 @@ int main(int argc, char **argv)
         fprintf(stderr, "threads: a number from 1 is needed, not '%s'\n", argv[2]);
         return 2;
     }
-    bench.stream =
-        bench.backend->stream_open(threads, bench.backend->stream_workspace_bytes(threads));
+    bench.stream = bench.backend->stream_open(&(struct stream_options){
+        .threads = threads, .workspace_bytes = bench.backend->stream_workspace_bytes(threads)});
     bench.flush = bench.backend->alloc(FLUSH_BYTES);
     name_device(&bench);
     printf("case,median_ms,least_ms,quartiles_ms,runs,gbytes_per_s,gflops,commit,device\n");
