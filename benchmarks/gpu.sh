@@ -1,26 +1,50 @@
-#!/bin/sh
-# Checks the CUDA backend on a machine with a GPU, within three minutes, and prints one table:
-# the kernel tests, compute-sanitizer on small cases, one step in fp32 against the CPU, 50 steps twice.
-#   benchmarks/gpu.sh [BUILD]          BUILD: build folder, /tmp/dtrain-gpu by default
-# ARCH: architecture to build for, 90a by default. DEBS: a folder of .deb files with libraries that the
-# machine lacks; they are unpacked to /tmp/debs. OUT: a folder for all logs in one file, BUILD by default.
-# Needs python3 with numpy, h5py and safetensors.
+#!/bin/bash
+# Builds dtrain on a machine with a GPU, checks its CUDA backend, times it, and prints one table.
+#   benchmarks/gpu.sh [SECTION...]
+# Sections, in this order whatever the order of the words; without words: all but peer.
+#   build      the program, the tests and the benchmarks; always done when there is no build folder yet
+#   tests      the kernel tests op by op, with and without the paths for some GPUs only; ctest -L cuda;
+#              steps in fp32 against the CPU, 50 steps twice
+#   sanitizer  compute-sanitizer (memcheck, racecheck, initcheck) on the kernel tests
+#   kernels, attention, loss, data   times of the parts
+#   steps      whole steps at real sizes (STEPS: settings of step.py, "all" by default)
+#   peer       the same steps in the published speculators package (PEER: see collect_peer.py)
+# Checks run side by side; what is timed runs alone. Variables:
+# BUILD: build folder, /tmp/dtrain-gpu by default. ARCH: architecture to build for, 90a by default.
+# COMMIT: what is printed as the commit where git is not there. OUT: a folder for the logs (few files), BUILD
+# by default. DEBS: a folder of .deb files with libraries that the machine lacks; they are unpacked to
+# /tmp/debs. SANITIZER_CASES: part of the names of the cases for the sanitizer, behind "OP/"; all by default.
+# Needs python3 with numpy, h5py, safetensors, torch.
 set -u
 cd "$(dirname "$0")/.." || exit 1
-build=${1:-/tmp/dtrain-gpu}
-out=$build/logs
-table=$build/table.txt
+BUILD=${BUILD:-/tmp/dtrain-gpu}
+OUT=${OUT:-$BUILD}
+logs=$BUILD/logs
+table=$BUILD/table.txt
 begin=$(date +%s)
-mkdir -p "$out"
+sections=" ${*:-build tests sanitizer kernels attention loss data steps} "
+OPS=$(sed -n 's/^ *X(\([a-z_]*\)).*/\1/p' kernels/kernels.h)
+INPUTS=/dev/shm/dtrain-step
+mkdir -p "$BUILD" "$OUT"
+rm -rf "$logs"
+mkdir -p "$logs"
 : >"$table"
 
-row() { printf '%-34s %-8s %s\n' "$1" "$2" "$3" >>"$table"; }
+wanted() { [[ $sections == *" $1 "* ]]; }
+row() { printf '%-40s %-8s %s\n' "$1" "$2" "$3" >>"$table"; }
 elapsed() { echo $(($(date +%s) - begin)); }
+
 finish() {
-    tail -n 100000 "$out"/*.log >"${OUT:-$build}/gpu-logs.txt"
+    tail -n 100000 "$logs"/*.log >"$OUT/gpu-logs.txt"
     echo
-    sort "$table"
-    echo "total $(elapsed) s"
+    echo "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader), ${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null)}," \
+        "$(date -u +%Y-%m-%d), $(elapsed) s"
+    # Checks that passed are counted; what failed and what was timed has its own line.
+    grep ' ok ' "$table" | awk '{print $1}' | sort | uniq -c | awk '{printf "%s %s ok; ", $1, $2} END {print ""}'
+    grep -v ' ok ' "$table" | sort
+    for name in kernels attention loss data steps peer; do
+        [ -s "$logs/$name.log" ] && { echo "-- $name"; tail -n 30 "$logs/$name.log" | cut -c1-200; }
+    done
 }
 trap finish EXIT
 
@@ -34,51 +58,84 @@ unpack() {
 
 # limit, name, log, command...: one row, with the last line of the log when it fails.
 check() {
-    limit=$1 name=$2 log=$out/$3.log
+    local limit=$1 name=$2 log=$logs/$3.log start status took
     shift 3
     start=$(date +%s)
-    timeout "$limit" "$@" >"$log" 2>&1
+    timeout -k 5 "$limit" "$@" >"$log" 2>&1
     status=$?
     took=$(($(date +%s) - start))
     if [ $status -eq 0 ]; then
         row "$name" ok "$took s"
     else
-        row "$name" "FAIL $status" "$took s: $(tail -n 1 "$log" | cut -c1-90)"
-        grep -E 'differ, worst|mean square|FAILED|CUDA|cuBLAS|Invalid|ERROR SUMMARY' "$log" | head -n 40
+        row "$name" "FAIL $status" "$took s: $(grep -v '^$' "$log" | tail -n 1 | cut -c1-90)"
+        grep -E 'differ, worst|mean square|FAILED|CUDA|cuBLAS|Invalid|hazard|ninitialized|ERROR SUMMARY|FAIL ' \
+            "$log" | head -n 12 | cut -c1-180 | sed "s|^|$name: |"
     fi
 }
 
-[ -n "${DEBS:-}" ] && unpack "$DEBS"
-nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
-cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DWITH_CUDA=ON -DREQUIRE_CUDA=ON -DCUDA_BACKEND=ON \
-    -DCMAKE_CUDA_ARCHITECTURES="${ARCH:-90a}" >"$out/cmake.log" 2>&1 || {
-    tail -n 20 "$out/cmake.log"
-    exit 1
+# The same in the background, at most 14 at a time.
+check_later() {
+    while (($(jobs -rp | wc -l) >= 14)); do wait -n; done
+    check "$@" &
 }
-ninja -C "$build" dtrain test_kernels >"$out/ninja.log" 2>&1 || {
-    grep -A 12 FAILED "$out/ninja.log" | head -n 60
-    exit 1
-}
-row build ok "$(elapsed) s"
 
-export REQUIRE_CUDA=1 OMP_NUM_THREADS=4 OMP_WAIT_POLICY=passive
-tests=$build/tests/test_kernels
-# The checks do not disturb one another: each has its own process and little memory.
-# An op a process: a fault in one kernel then hides no other.
-for op in gemm rms_norm_forward rms_norm_backward norm_rope_forward norm_rope_backward \
-    swiglu_forward swiglu_backward gather_rows scatter_rows context_load attention_forward \
-    attention_backward softmax_loss adamw sum_squares convert; do
-    check 80 "tests of $op" "$op" "$tests" cuda "$op/" &
-done
-check 80 "one step against the CPU, 50 steps" step python3 benchmarks/gpu_check.py \
-    --dtrain "$build/dtrain" &
-if command -v compute-sanitizer >/dev/null; then
-    check 60 "memcheck, small cases" memcheck \
-        compute-sanitizer --tool memcheck --error-exitcode 9 "$tests" cuda /7x &
-    check 60 "racecheck, attention" racecheck-attention \
-        compute-sanitizer --tool racecheck --error-exitcode 9 "$tests" cuda attention_backward/7x5 &
-    check 60 "racecheck, loss" racecheck-loss \
-        compute-sanitizer --tool racecheck --error-exitcode 9 "$tests" cuda softmax_loss/7x1003x5x11 &
+build() {
+    cmake -S . -B "$BUILD" -G Ninja -DCMAKE_BUILD_TYPE=Release -DWITH_CUDA=ON -DREQUIRE_CUDA=ON -DCUDA_BACKEND=ON \
+        -DCMAKE_CUDA_ARCHITECTURES="${ARCH:-90a}" >"$logs/cmake.log" 2>&1 || {
+        tail -n 20 "$logs/cmake.log"
+        exit 1
+    }
+    ninja -C "$BUILD" -k 0 >"$logs/ninja.log" 2>&1 || {
+        grep -A 8 FAILED "$logs/ninja.log" | cut -c1-200 | head -n 60
+        [ -x "$BUILD/dtrain" ] && [ -x "$BUILD/tests/test_kernels" ] || exit 1
+    }
+    row build ok "$(elapsed) s"
+}
+
+tests() {
+    local op path
+    for op in $OPS; do
+        for path in cuda cuda-generic; do
+            check_later 120 "$path $op" "$path-$op" "$BUILD/tests/test_kernels" $path "$op/"
+        done
+    done
+    check_later 150 "steps against the CPU, and repeated" check python3 benchmarks/gpu_check.py --dtrain "$BUILD/dtrain"
+    check_later 150 "ctest -L cuda" ctest ctest --test-dir "$BUILD" -L cuda -E '^kernels' -j 4 --output-on-failure
+}
+
+sanitizer() {
+    local op path tool
+    command -v compute-sanitizer >/dev/null || { row "sanitizer" "none" "compute-sanitizer is not there"; return; }
+    for tool in memcheck racecheck initcheck; do
+        for op in $OPS; do
+            for path in cuda cuda-generic; do
+                check_later "${SANITIZER_LIMIT:-90}" "$tool $path $op" "$tool-$path-$op" compute-sanitizer --tool $tool \
+                    --error-exitcode 9 "$BUILD/tests/test_kernels" $path "$op/${SANITIZER_CASES:-}"
+            done
+        done
+    done
+}
+
+export REQUIRE_CUDA=1 OMP_WAIT_POLICY=passive PYTHONUNBUFFERED=1
+[ -n "${DEBS:-}" ] && unpack "$DEBS"
+if wanted steps || wanted peer; then # writing the inputs takes seconds and disturbs no check
+    python3 benchmarks/step.py --prepare --settings "${STEPS:-v4-512}" --folder $INPUTS --dtrain - >"$logs/prepare.log" 2>&1 &
 fi
+if wanted build || [ ! -x "$BUILD/dtrain" ]; then build; fi
+export OMP_NUM_THREADS=2
+wanted tests && tests
+wanted sanitizer && sanitizer
 wait
-cat "$out/step.log"
+unset OMP_NUM_THREADS
+[ -s "$logs/check.log" ] && cut -c1-200 "$logs/check.log"
+
+wanted kernels && check "${LIMIT:-60}" "timed kernels" kernels "$BUILD/benchmarks/bench_kernels" cuda 2 "${CASES:-}"
+for name in attention loss; do
+    wanted $name && check "${LIMIT:-60}" "timed $name" $name "$BUILD/benchmarks/bench_$name"
+done
+wanted data && check "${LIMIT:-60}" "timed data" data "$BUILD/benchmarks/bench_data"
+wanted steps && check "${STEPS_LIMIT:-300}" "timed steps" steps python3 benchmarks/step.py --dtrain "$BUILD/dtrain" \
+    --settings "${STEPS:-all}" --folder $INPUTS --json "$OUT/steps.json"
+wanted peer && PYTHONPATH=${PEER:-.peer} check "${PEER_LIMIT:-150}" "timed peer" peer \
+    python3 benchmarks/against_speculators.py --json "$OUT/peer.json"
+exit 0

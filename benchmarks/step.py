@@ -143,9 +143,12 @@ def run_steps(command, run, count, limit):
         process.send_signal(signal.SIGKILL)
     process.wait()
     memory.close()
-    if len(steps) < count:
-        print(run.with_suffix(".log").read_text()[-1500:], file=sys.stderr)
     return steps, startup, {"peak_gib": memory.peak / 2**30, "growth_gib": (last - settled) / 2**30}
+
+
+def last_line(run):
+    lines = [line for line in run.with_suffix(".log").read_text().split("\n") if line.strip()]
+    return lines[-1][:300] if lines else "it said nothing"
 
 
 def planned_gib(dtrain, config):
@@ -200,11 +203,16 @@ def main():
     parser.add_argument("--folder", default="/dev/shm/dtrain-step", help="for the inputs; some 8 GB")
     parser.add_argument("--limit", type=float, default=90, help="seconds a setting may take")
     parser.add_argument("--set", action="append", default=[], help="passed to dtrain")
+    parser.add_argument("--prepare", action="store_true", help="only write the first setting's inputs")
     parser.add_argument("--json", help="file for all results")
     arguments = parser.parse_args()
     names = ALL if arguments.settings == "all" else arguments.settings.split(",")
     dtrain, folder, results = os.path.abspath(arguments.dtrain), pathlib.Path(arguments.folder), []
     folder.mkdir(parents=True, exist_ok=True)
+    if arguments.prepare:
+        model, _, marks = parse_setting(names[0])
+        prepare(folder, model, marks, arguments.tokens)
+        return 0
     failed = 0
     for name in names:
         model, anchors, marks = parse_setting(name)
@@ -217,11 +225,13 @@ def main():
         count = max(arguments.steps, WILD_STEPS if "wild" in marks else 0)
         steps, startup, memory = run_steps(command, run, count, arguments.limit)
         if not steps:
-            print(f"{name:20s} FAILED", flush=True)
+            print(f"{name:20s} FAILED: {last_line(run)}", flush=True)
             failed += 1
             continue
         failed += len(steps) < count
         plan, _ = planned_gib(dtrain, config)
+        if len(steps) < count:
+            print(f"{name:20s} ended after {len(steps)} steps: {last_line(run)}", flush=True)
         results.append(summarise(name, steps, startup, memory, plan))
         print_line(results[-1])
         if "wild" in marks:
