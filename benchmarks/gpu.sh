@@ -80,7 +80,7 @@ check_later() {
 }
 
 build() {
-    cmake -S . -B "$BUILD" -G Ninja -DCMAKE_BUILD_TYPE=Release -DWITH_CUDA=ON -DREQUIRE_CUDA=ON -DCUDA_BACKEND=ON \
+    cmake -S . -B "$BUILD" -G Ninja -DCMAKE_BUILD_TYPE=Release -DWITH_CUDA=ON -DREQUIRE_CUDA=ON \
         -DCMAKE_CUDA_ARCHITECTURES="${ARCH:-90a}" >"$logs/cmake.log" 2>&1 || {
         tail -n 20 "$logs/cmake.log"
         exit 1

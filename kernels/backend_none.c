@@ -5,8 +5,8 @@
 const struct backend *backend_cuda(struct error *why)
 {
     error_set(why,
-              "this build has no CUDA backend; it is not proven on a GPU yet and left out unless "
-              "CMake is given -DCUDA_BACKEND=ON where nvcc is found");
+              "this build has no CUDA backend: CMake found no CUDA toolkit, or was given "
+              "-DWITH_CUDA=OFF");
     return NULL;
 }
 #endif
