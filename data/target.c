@@ -338,7 +338,10 @@ int target_open(struct target *target, const char *path, struct error *err)
     struct target_facts facts = {.tie = TIE_NO};
     *target = (struct target){.path = memory_strdup(path)};
     target->files = memory_alloc(1, sizeof(*target->files));
-    if (target_read_config(target, &facts, err) == 0 && open_files(target->files, path, err) == 0 &&
+    char *file = memory_format("%s/config.json", path);
+    int result = target_read_config(target, file, &facts, err);
+    free(file);
+    if (result == 0 && open_files(target->files, path, err) == 0 &&
         load_embedding_and_norm(target, &facts, err) == 0 && load_head(target, &facts, err) == 0)
         return 0;
     target_close(target);

@@ -45,6 +45,12 @@ struct target {
 
 // final_logit_softcapping, head bias and the like, unknown norm families etc. are refused here.
 int target_open(struct target *target, const char *path, struct error *err);
+// Facts and sizes alone, for plans: of a config.json (PATH is the file or its folder). Keys that no size
+// follows from may be missing. Tensors have shapes (embedding and head of vocab_size rows) and no data.
+int target_open_sizes(struct target *target, const char *path, struct error *err);
+// The same of a model whose published sizes this program knows by the last part of `path`, whatever
+// its case: "models/qwen3-8b". False: it is none of them.
+bool target_open_known(struct target *target, const char *path);
 // Tells one set of frozen weights from another: of the norm, and of rows of embedding and head that are
 // spread evenly (a thousand of each at most).
 uint64_t target_fingerprint(const struct target *target);

@@ -75,7 +75,7 @@ static const struct {
 struct config_reader {
     const cJSON *root; // the file
     const cJSON *text; // the text model's part; root when it is not nested
-    char *path;
+    const char *path;
     struct error *err;
     bool faulty;
 };
@@ -142,7 +142,7 @@ static int64_t read_size(struct config_reader *reader, const char *key, int64_t 
     return 0;
 }
 
-static double read_norm_eps(struct config_reader *reader, const char *model_type)
+static double read_norm_eps(struct config_reader *reader, const char *model_type, bool sizes_only)
 {
     static const char *const keys[] = {"rms_norm_eps", "norm_eps", "layer_norm_epsilon"};
     for (size_t i = 0; i < COUNT(keys); i++) {
@@ -151,7 +151,7 @@ static double read_norm_eps(struct config_reader *reader, const char *model_type
             return item->valuedouble;
     }
     // Published configs of this family leave out what its model code has as default.
-    if (strcmp(model_type, "gemma3_text") == 0)
+    if (strcmp(model_type, "gemma3_text") == 0 || sizes_only)
         return 1e-6;
     reader->faulty = true;
     error_add(reader->err, "%s: rms_norm_eps is missing or not positive", reader->path);
@@ -254,12 +254,13 @@ static void read_scales(struct config_reader *reader, struct target *target,
         target->embed_scale = (float)sqrt((double)target->hidden_size);
 }
 
-static void read_family(struct config_reader *reader, struct target *target)
+static void read_family(struct config_reader *reader, struct target *target, bool sizes_only)
 {
     const cJSON *type = given_anywhere(reader, "model_type");
     target->model_type = memory_strdup(cJSON_IsString(type) ? type->valuestring : "");
     target->norm_weight_offset = listed(rms_plus_one_families, target->model_type) ? 1.0f : 0.0f;
-    if (target->norm_weight_offset != 0.0f || listed(rms_families, target->model_type))
+    if (target->norm_weight_offset != 0.0f || listed(rms_families, target->model_type) ||
+        (sizes_only && target->model_type[0] == '\0'))
         return;
     reader->faulty = true;
     if (listed(layer_norm_families, target->model_type)) {
@@ -291,17 +292,18 @@ static void read_facts(struct config_reader *reader, struct target *target,
     const cJSON *names = given_anywhere(reader, "architectures");
     const cJSON *name = cJSON_IsArray(names) ? cJSON_GetArrayItem(names, 0) : NULL;
     target->architecture = memory_strdup(cJSON_IsString(name) ? name->valuestring : "");
-    read_family(reader, target);
+    read_family(reader, target, facts->sizes_only);
     target->hidden_size = read_size(reader, "hidden_size", -1);
     target->layers = read_size(reader, "num_hidden_layers", -1);
-    target->vocab_size = read_size(reader, "vocab_size", 0);
+    target->vocab_size = read_size(reader, "vocab_size", facts->sizes_only ? -1 : 0);
     target->num_attention_heads = read_size(reader, "num_attention_heads", 0);
     int64_t heads = target->num_attention_heads;
     target->num_key_value_heads = read_size(reader, "num_key_value_heads", heads);
     target->head_dim = read_size(reader, "head_dim", heads > 0 ? target->hidden_size / heads : 0);
     target->intermediate_size = read_size(reader, "intermediate_size", 0);
-    target->max_position_embeddings = read_size(reader, "max_position_embeddings", 0);
-    target->rms_norm_eps = read_norm_eps(reader, target->model_type);
+    target->max_position_embeddings =
+        read_size(reader, "max_position_embeddings", facts->sizes_only ? 1 : 0);
+    target->rms_norm_eps = read_norm_eps(reader, target->model_type, facts->sizes_only);
     target->rope_theta = read_rope_theta(reader);
     facts->tie = read_tie(reader, target->model_type);
     read_scales(reader, target, facts);
@@ -323,13 +325,13 @@ static const cJSON *text_part(const cJSON *root)
     return part;
 }
 
-int target_read_config(struct target *target, struct target_facts *facts, struct error *err)
+int target_read_config(struct target *target, const char *file, struct target_facts *facts,
+                       struct error *err)
 {
     struct error faults = {""}; // a line each
-    struct config_reader reader = {.err = &faults,
-                                   .path = memory_format("%s/config.json", target->path)};
+    struct config_reader reader = {.err = &faults, .path = file};
     cJSON *root = NULL;
-    int result = target_read_json(reader.path, &root, err);
+    int result = target_read_json(file, &root, err);
     if (result == 0) {
         reader.root = root;
         reader.text = text_part(root);
@@ -338,6 +340,5 @@ int target_read_config(struct target *target, struct target_facts *facts, struct
             result = error_set(err, "%s", faults.text);
     }
     cJSON_Delete(root);
-    free(reader.path);
     return result;
 }

@@ -594,6 +594,52 @@ static void test_half_and_misaligned(void **state)
     free(path);
 }
 
+// Sizes without weights: a folder or a file, keys that no size follows from left out.
+static void test_sizes_alone(void **state)
+{
+    struct target target;
+    struct error err = {""};
+    write_config(*state, "{\"hidden_size\": 8, \"vocab_size\": 6, \"num_hidden_layers\": 3, "
+                         "\"num_attention_heads\": 2, \"tie_word_embeddings\": true}");
+    const struct config_folder *folder = *state;
+    char *file = config_folder_path(folder, "config.json");
+    const char *paths[] = {folder->path, file};
+    for (size_t i = 0; i < 2; i++) {
+        if (target_open_sizes(&target, paths[i], &err) != 0)
+            fail_msg("%s", err.text);
+        assert_int_equal(target.embed.rows, VOCAB);
+        assert_int_equal(target.head.rows, VOCAB);
+        assert_int_equal(target.head.columns, HIDDEN);
+        assert_int_equal(target.head_dim, 4);
+        assert_int_equal(target.layers, 3);
+        assert_true(target.tied && target.embed.data == NULL);
+        target_close(&target);
+    }
+    expect_refusal(folder, "model_type"); // training needs to know what the final norm is
+    write_config(folder, "{\"hidden_size\": 8, \"model_type\": \"gpt2\"}");
+    assert_int_equal(target_open_sizes(&target, file, &err), -1);
+    assert_non_null(strstr(err.text, "vocab_size is missing"));
+    assert_non_null(strstr(err.text, "num_hidden_layers is missing"));
+    assert_non_null(strstr(err.text, "LayerNorm"));
+    free(file);
+}
+
+static void test_known_names(void **state)
+{
+    (void)state;
+    static const char *const known[] = {"qwen3-8b", "models/Qwen3-8B", "/x/QWEN3-8b//"};
+    static const char *const unknown[] = {"qwen3-8", "my-qwen3-8b", "qwen3-8b-base", "", "/"};
+    struct target target;
+    for (size_t i = 0; i < sizeof(known) / sizeof(*known); i++) {
+        assert_true(target_open_known(&target, known[i]));
+        assert_int_equal(target.hidden_size, 4096);
+        assert_int_equal(target.head.rows, 151936);
+        target_close(&target);
+    }
+    for (size_t i = 0; i < sizeof(unknown) / sizeof(*unknown); i++)
+        assert_false(target_open_known(&target, unknown[i]));
+}
+
 #define TARGET_TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
 
 int main(void)
@@ -614,6 +660,8 @@ int main(void)
         TARGET_TEST(test_wrong_tensors),
         TARGET_TEST(test_missing_files),
         TARGET_TEST(test_half_and_misaligned),
+        TARGET_TEST(test_sizes_alone),
+        cmocka_unit_test(test_known_names),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
