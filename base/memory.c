@@ -74,6 +74,7 @@ void arena_place(struct arena *arena, void *base, size_t size)
 {
     if (size < arena->bytes)
         BUG("arena of %zu bytes placed on %zu", arena->bytes, size);
+    BUG_UNLESS(arena->overlay == NULL);
     arena->base = base;
     arena->size = size;
     arena->capacity = arena->count; // what may be taken
@@ -90,7 +91,8 @@ void *arena_take(struct arena *arena, const char *group, const char *name, enum 
         if (arena->count == arena->capacity)
             BUG("arena: %s asked for, which was not planned", name);
         struct arena_entry *planned = &arena->entries[arena->count];
-        if (strcmp(planned->name, name) != 0 || planned->bytes != bytes)
+        if (strcmp(planned->name, name) != 0 || planned->bytes != bytes ||
+            planned->offset != arena->bytes)
             BUG("arena: %s asked for where %s was planned", name, planned->name);
         arena->count++;
         arena->bytes += bytes;
@@ -101,19 +103,61 @@ void *arena_take(struct arena *arena, const char *group, const char *name, enum 
         arena->entries = memory_resize(arena->entries, arena->capacity, sizeof(*arena->entries));
     }
     struct arena_entry *entry = &arena->entries[arena->count++];
-    *entry = (struct arena_entry){
-        .dtype = dtype, .shape = {d0, d1, d2}, .bytes = bytes, .offset = arena->bytes};
+    *entry = (struct arena_entry){.dtype = dtype,
+                                  .shape = {d0, d1, d2},
+                                  .bytes = bytes,
+                                  .offset = arena->bytes,
+                                  .part = arena->part};
+    if (arena->overlay != NULL)
+        snprintf(entry->overlay, sizeof(entry->overlay), "%s", arena->overlay);
     snprintf(entry->group, sizeof(entry->group), "%s", group);
     snprintf(entry->name, sizeof(entry->name), "%s", name);
     arena->bytes += bytes;
     return NULL;
 }
 
+void arena_union_begin(struct arena *arena, const char *name)
+{
+    BUG_UNLESS(arena->overlay == NULL && strlen(name) < sizeof(arena->entries->overlay));
+    arena->overlay = name;
+    arena->part = arena->largest = 0;
+    arena->overlay_first = arena->count;
+    arena->overlay_start = arena->overlay_end = arena->bytes;
+}
+
+// The running part's end, if it is the furthest so far.
+static void end_part(struct arena *arena)
+{
+    BUG_UNLESS(arena->overlay != NULL);
+    if (arena->bytes > arena->overlay_end) {
+        arena->overlay_end = arena->bytes;
+        arena->largest = arena->part;
+    }
+}
+
+void arena_union_next(struct arena *arena)
+{
+    end_part(arena);
+    arena->part++;
+    arena->bytes = arena->overlay_start;
+}
+
+void arena_union_end(struct arena *arena)
+{
+    end_part(arena);
+    for (size_t i = arena->overlay_first; i < arena->count; i++)
+        arena->entries[i].shared = arena->entries[i].part != arena->largest;
+    arena->bytes = arena->overlay_end;
+    arena->overlay = NULL;
+    arena->part = 0;
+}
+
 size_t arena_group_bytes(const struct arena *arena, const char *group)
 {
     size_t sum = 0;
     for (size_t i = 0; i < arena->count; i++)
-        if (group == NULL || strcmp(arena->entries[i].group, group) == 0)
+        if (!arena->entries[i].shared &&
+            (group == NULL || strcmp(arena->entries[i].group, group) == 0))
             sum += arena->entries[i].bytes;
     return sum;
 }

@@ -3,9 +3,13 @@
 // An arena is filled by one function that asks for every buffer by group and name. The function runs
 // twice: first on a sizing arena (pointers are NULL, the table and the sum grow), then on an arena
 // over real memory of that size. So the plan and the allocation can not disagree.
+//
+// Buffers that are never in use together can lie on each other: in a union, which is made of parts, every
+// part starts at the same place, and the union is as large as its largest part.
 #ifndef BASE_MEMORY_H
 #define BASE_MEMORY_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -33,14 +37,21 @@ struct arena_entry {
     int64_t shape[3]; // unused dimensions are 1
     size_t bytes;     // padded to the alignment
     size_t offset;
+    char overlay[24]; // name of the union it is in; "": none
+    int part;         // of the union, from 0
+    bool shared;      // in a part that is not the largest: adds nothing to the sum
 };
 
 struct arena {
     struct arena_entry *entries;
     size_t count, capacity;
-    size_t bytes;        // sum so far
+    size_t bytes;        // sum so far: in a union, end of the running part
     unsigned char *base; // NULL: sizing
     size_t size;         // bytes at base
+    // the open union
+    const char *overlay; // its name, NULL: none
+    int part, largest;
+    size_t overlay_first, overlay_start, overlay_end; // first entry; bytes
 };
 
 enum { ARENA_ALIGNMENT = 256 };
@@ -53,7 +64,12 @@ void arena_place(struct arena *arena, void *base, size_t size);
 // Next buffer. NULL while sizing. BUG() when a placed arena is asked for something else than planned.
 void *arena_take(struct arena *arena, const char *group, const char *name, enum dtype dtype,
                  int64_t d0, int64_t d1, int64_t d2);
-// Sum of one group's bytes; NULL: of all.
+// Unions do not nest. begin opens the first part, next ends a part and opens another, end closes: the
+// largest part counts, in every sum. Names are not copied and of less than 24 characters.
+void arena_union_begin(struct arena *arena, const char *name);
+void arena_union_next(struct arena *arena);
+void arena_union_end(struct arena *arena);
+// Sum of one group's bytes, without those that lie on larger parts of unions; NULL: of all groups.
 size_t arena_group_bytes(const struct arena *arena, const char *group);
 
 #ifdef __cplusplus

@@ -15,7 +15,7 @@
 // What backward computes again instead of keeping.
 enum recompute_level {
     RECOMPUTE_LEVEL_NONE,  // nothing
-    RECOMPUTE_LEVEL_CHEAP, // norm outputs and MLP activations
+    RECOMPUTE_LEVEL_CHEAP, // norm outputs, MLP activations and the features as fc reads them
     RECOMPUTE_LEVEL_LAYER, // everything but each layer's input
 };
 
@@ -46,13 +46,20 @@ struct dflash {
     struct dflash_buffers *buffers;
     const struct row *row; // between context_forward and the last group
     const bf16 *features;
-    int32_t *h_index; // host: inputs of a group
-    int64_t blocks;   // of the group in flight
+    enum noise_kind noise; // of the row
+    int64_t blocks;        // of the group in flight
+    // Host memory that copies are queued from: overwritten only after a sync.
+    const struct backend *backend; // whose host memory it is; NULL: none yet
+    int32_t *h_index;              // [5, group_rows] inputs of a group
 };
 
-// Asks the arena for all backend memory. Called twice (base/memory.h); dflash_close frees host memory.
+// Asks the arena for backend memory. Called twice (base/memory.h); dflash_close frees host memory.
 void dflash_plan(struct dflash *dflash, const struct dflash_options *options, struct arena *arena);
-// Fills what is constant (rotary table). After the arena has been placed.
+// The rest of it: what holds nothing from dflash_group_forward's return to dflash_group_backward's call,
+// so that the loss may have the same memory. After dflash_plan.
+void dflash_plan_scratch(struct dflash *dflash, struct arena *arena);
+// Fills what is constant (rotary table). After the arena has been placed. The stream must be synced
+// between the forward passes of two groups, of two rows too: host memory is used again.
 void dflash_open(struct dflash *dflash, const struct backend *backend, struct stream *stream);
 void dflash_close(struct dflash *dflash);
 
@@ -62,10 +69,10 @@ void dflash_context_forward(struct dflash *dflash, const struct backend *backend
                             struct stream *stream, const struct row *row, const bf16 *features,
                             bool noisy, uint64_t seed);
 // Blocks of anchors[0 .. count): count * block_size <= group_rows. Returns hidden states after the
-// final norm, [count * B, H], valid until the next call.
+// final norm, [count * B, H], valid until their gradient is put where dflash_group_gradient says.
 const void *dflash_group_forward(struct dflash *dflash, const struct backend *backend,
                                  struct stream *stream, const int32_t *anchors, int64_t count);
-// Where the gradient with respect to those hidden states is to be put, [count * B, H].
+// Where the gradient with respect to those hidden states is to be put, [count * B, H]: over them.
 void *dflash_group_gradient(struct dflash *dflash);
 // Adds the group's gradients. last: the row's last group; as soon as a layer's own backward is done its
 // context keys' and values' backward runs, then fc and hidden_norm.

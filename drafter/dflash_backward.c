@@ -81,8 +81,8 @@ static void mlp_backward(struct dflash *d, const struct backend *backend, struct
                                                                .type = d->options.compute,
                                                                .gate_up = layer->gate_up_rows,
                                                                .dy = b->dact,
-                                                               .dgate_up = b->dgate_up});
-    dflash_linear_backward(d, backend, stream, n, b->dgate_up, layer->n2, &layer->gate_up,
+                                                               .dgate_up = layer->gate_up_rows});
+    dflash_linear_backward(d, backend, stream, n, layer->gate_up_rows, layer->n2, &layer->gate_up,
                            b->dnorm);
     norm_backward(d, backend, stream, n, layer->mid, layer->post_rstd, &layer->post_norm, b->dnorm,
                   b->dx, true);
@@ -187,12 +187,14 @@ static void context_input_backward(struct dflash *d, const struct backend *backe
                                                         .to_type = d->options.compute});
     norm_backward(d, backend, stream, t, b->fused, b->fused_rstd, &b->hidden_norm, b->dcontext_rows,
                   b->dcontext_rows, false);
+    if (!dflash_keeps_cheap(&d->options))
+        dflash_load_context(d, backend, stream);
     dflash_linear_backward(d, backend, stream, t, b->dcontext_rows, b->context_in, &b->fc, NULL);
 }
 
 void *dflash_group_gradient(struct dflash *d)
 {
-    return d->buffers->dhidden;
+    return d->buffers->dx;
 }
 
 void dflash_group_backward(struct dflash *d, const struct backend *backend, struct stream *stream,
@@ -202,7 +204,7 @@ void dflash_group_backward(struct dflash *d, const struct backend *backend, stru
     struct dflash_buffers *b = d->buffers;
     BUG_UNLESS(d->options.training);
     norm_backward(d, backend, stream, d->blocks * s->block_size, b->last, b->last_rstd, &b->norm,
-                  b->dhidden, b->dx, false);
+                  b->dx, b->dx, false);
     for (int64_t l = s->layers - 1; l >= 0; l--) {
         recompute(d, backend, stream, l);
         mlp_backward(d, backend, stream, l);

@@ -2,6 +2,7 @@
 #include "drafter/dflash_internal.h"
 
 #include <math.h>
+#include <string.h>
 
 #include "base/log.h"
 #include "base/rng.h"
@@ -93,27 +94,11 @@ struct attention dflash_attention(const struct dflash *d, int64_t l)
                               .lse = layer->lse};
 }
 
-static void load_features(struct dflash *d, const struct backend *backend, struct stream *stream,
-                          bool noisy, uint64_t seed)
+void dflash_load_context(struct dflash *d, const struct backend *backend, struct stream *stream)
 {
     const struct dflash_options *o = &d->options;
     struct dflash_buffers *b = d->buffers;
-    const struct row *row = d->row;
-    size_t tokens = (size_t)row->tokens;
-    enum noise_kind noise = noisy ? o->noise : NOISE_KIND_NONE;
-    if (noise != NOISE_KIND_NONE) {
-        for (int64_t document = 0; document < row->documents; document++) {
-            struct rng_key key = rng_key_make(seed, row->epoch, row->doc_ids[document], RNG_NOISE);
-            for (int64_t t = row->doc_offsets[document]; t < row->doc_offsets[document + 1]; t++) {
-                b->h_noise_key[2 * t] = key.word[0];
-                b->h_noise_key[2 * t + 1] = key.word[1];
-            }
-        }
-        backend->copy_in(stream, b->noise_key, b->h_noise_key, tokens * 2 * sizeof(uint32_t));
-    }
-    backend->copy_in(stream, b->positions, row->positions, tokens * sizeof(int32_t));
-    backend->copy_in(stream, b->blank, row->blank, tokens);
-    backend->kernels->context_load(stream, &(struct context_load){.tokens = row->tokens,
+    backend->kernels->context_load(stream, &(struct context_load){.tokens = d->row->tokens,
                                                                   .planes = o->planes,
                                                                   .layers = o->sizes->features,
                                                                   .hidden = o->sizes->hidden,
@@ -121,11 +106,34 @@ static void load_features(struct dflash *d, const struct backend *backend, struc
                                                                   .plane = o->plane,
                                                                   .type = o->compute,
                                                                   .out = b->context_in,
-                                                                  .noise = noise,
+                                                                  .noise = d->noise,
                                                                   .noise_std = o->noise_std,
                                                                   .noise_key = b->noise_key,
                                                                   .positions = b->positions,
                                                                   .blank = b->blank});
+}
+
+// Positions, blanks and noise keys of the row's tokens.
+static void row_inputs(struct dflash *d, const struct backend *backend, struct stream *stream,
+                       uint64_t seed)
+{
+    struct dflash_buffers *b = d->buffers;
+    const struct row *row = d->row;
+    size_t tokens = (size_t)row->tokens;
+    memcpy(b->h_positions, row->positions, tokens * sizeof(int32_t));
+    memcpy(b->h_blank, row->blank, tokens);
+    backend->copy_in(stream, b->positions, b->h_positions, tokens * sizeof(int32_t));
+    backend->copy_in(stream, b->blank, b->h_blank, tokens);
+    if (d->noise == NOISE_KIND_NONE)
+        return;
+    for (int64_t document = 0; document < row->documents; document++) {
+        struct rng_key key = rng_key_make(seed, row->epoch, row->doc_ids[document], RNG_NOISE);
+        for (int64_t t = row->doc_offsets[document]; t < row->doc_offsets[document + 1]; t++) {
+            b->h_noise_key[2 * t] = key.word[0];
+            b->h_noise_key[2 * t + 1] = key.word[1];
+        }
+    }
+    backend->copy_in(stream, b->noise_key, b->h_noise_key, tokens * 2 * sizeof(uint32_t));
 }
 
 void dflash_noise(const struct dflash *d, const struct row *row, uint64_t seed, float *out)
@@ -156,7 +164,9 @@ void dflash_context_forward(struct dflash *d, const struct backend *backend, str
         BUG("a row of %lld tokens, planned for %lld", (long long)t, (long long)o->max_tokens);
     d->row = row;
     d->features = features;
-    load_features(d, backend, stream, noisy, seed);
+    d->noise = noisy ? o->noise : NOISE_KIND_NONE;
+    row_inputs(d, backend, stream, seed);
+    dflash_load_context(d, backend, stream);
     dflash_linear(d, backend, stream, t, b->context_in, &b->fc, NULL, b->fused);
     struct rms_norm norm = dflash_norm(d, t, b->fused, &b->hidden_norm, b->context, b->fused_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);

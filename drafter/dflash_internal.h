@@ -55,11 +55,9 @@ struct dflash_buffers {
     float *last_rstd;             // [N]
     void *hidden;                 // [N, H] after the final norm
     // backward
-    void *dhidden;         // [N, H]
-    void *dx;              // [N, H] gradient of the residual stream
+    void *dx;              // [N, H] gradient of hidden, then of the residual stream: over hidden
     void *dnorm;           // [N, H]
     void *dact;            // [N, intermediate]
-    void *dgate_up;        // [N, 2 * intermediate]
     void *dattention;      // [N, heads * head_dim]
     void *dq, *dkey;       // [N, heads * head_dim], [N, kv_heads * head_dim]
     void *dqkv;            // [N, (heads + 2 kv_heads) * head_dim]
@@ -68,13 +66,21 @@ struct dflash_buffers {
     void *dcontext_rows;   // [T, H] compute dtype
     void *dk_raw, *dv_raw; // [T, kv_heads * head_dim]
     float *norm_scratch;   // [RMS_NORM_PARTS, max(H, head_dim)]
-    uint32_t *h_noise_key; // host
+    // host
+    uint32_t *h_noise_key; // [T, 2]
+    int32_t *h_positions;  // [T]
+    uint8_t *h_blank;      // [T]
 };
+
+// Whether the level keeps what is cheap to compute again.
+bool dflash_keeps_cheap(const struct dflash_options *options);
 
 // Pointer `elements` into an array of dtype.
 const void *dflash_at(const void *base, enum dtype type, int64_t elements);
 void *dflash_at_mutable(void *base, enum dtype type, int64_t elements);
 
+// Fills context_in from the row's features, the noise keys, positions and blanks on the backend.
+void dflash_load_context(struct dflash *d, const struct backend *backend, struct stream *stream);
 // out[rows, weight.rows] = in[rows, weight.columns] weight^T (+ add)
 void dflash_linear(const struct dflash *d, const struct backend *backend, struct stream *stream,
                    int64_t rows, const void *in, const struct dflash_tensor *weight,

@@ -16,6 +16,11 @@ void *dflash_at_mutable(void *base, enum dtype type, int64_t elements)
     return (unsigned char *)base + (size_t)elements * dtype_size(type);
 }
 
+bool dflash_keeps_cheap(const struct dflash_options *options)
+{
+    return options->training && options->recompute == RECOMPUTE_LEVEL_NONE;
+}
+
 static struct dflash_tensor find(const struct dflash_options *o, const char *name)
 {
     const struct param *param = params_find(o->params, name);
@@ -75,7 +80,8 @@ static void plan_context(struct dflash *d, struct arena *arena)
     const char *group = "context";
     b->cos = take(arena, group, -1, "rope_cos", DTYPE_F32, t + s->block_size, s->head_dim / 2);
     b->sin = take(arena, group, -1, "rope_sin", DTYPE_F32, t + s->block_size, s->head_dim / 2);
-    b->context_in = take(arena, group, -1, "context_in", o->compute, t, s->features * h);
+    if (dflash_keeps_cheap(o))
+        b->context_in = take(arena, group, -1, "context_in", o->compute, t, s->features * h);
     b->fused = take(arena, group, -1, "fused", o->compute, t, h);
     b->fused_rstd = take(arena, group, -1, "fused_rstd", DTYPE_F32, t, 1);
     b->context = take(arena, group, -1, "context", o->compute, t, h);
@@ -91,6 +97,18 @@ static void plan_context(struct dflash *d, struct arena *arena)
         layer->dcontext_k = take(arena, group, l, "dcontext_k", DTYPE_F32, t, kv);
         layer->dcontext_v = take(arena, group, l, "dcontext_v", DTYPE_F32, t, kv);
     }
+}
+
+// Of the context, what no group's loss lies between.
+static void plan_context_scratch(struct dflash *d, struct arena *arena)
+{
+    const struct dflash_options *o = &d->options;
+    const struct dflash_sizes *s = o->sizes;
+    struct dflash_buffers *b = d->buffers;
+    int64_t t = o->max_tokens, h = s->hidden, kv = s->kv_heads * s->head_dim;
+    const char *group = "context";
+    if (!dflash_keeps_cheap(o))
+        b->context_in = take(arena, group, -1, "context_in", o->compute, t, s->features * h);
     if (!o->training)
         return;
     b->dcontext = take(arena, group, -1, "dcontext", DTYPE_F32, t, h);
@@ -99,22 +117,25 @@ static void plan_context(struct dflash *d, struct arena *arena)
     b->dv_raw = take(arena, group, -1, "dv_raw", o->compute, t, kv);
 }
 
-// A buffer of layer l that is the layer's own when `own`, else the first layer's.
+// A buffer of layer l. `own`: the layer's own, kept until its backward pass; else one for all layers,
+// among the scratch.
 #define LAYER_BUFFER(own, field, name, type, columns)                                              \
+    if ((own) != scratch)                                                                          \
     layer->field = (own) || l == 0 ? take(arena, "activations", l, name, type, n, columns)         \
                                    : d->layers[0].field
 
-static void plan_layers(struct dflash *d, struct arena *arena)
+// The kept ones, or the scratch.
+static void plan_layers(struct dflash *d, struct arena *arena, bool scratch)
 {
     const struct dflash_options *o = &d->options;
     const struct dflash_sizes *s = o->sizes;
     int64_t n = o->group_rows, h = s->hidden, q = s->heads * s->head_dim;
     int64_t kv = s->kv_heads * s->head_dim;
     bool keep = o->training && o->recompute != RECOMPUTE_LEVEL_LAYER;
-    bool keep_cheap = o->training && o->recompute == RECOMPUTE_LEVEL_NONE;
+    bool keep_cheap = dflash_keeps_cheap(o);
     for (int64_t l = 0; l < s->layers; l++) {
         struct dflash_layer *layer = &d->layers[l];
-        layer->x = take(arena, "activations", l, "x", o->compute, n, h);
+        LAYER_BUFFER(true, x, "x", o->compute, h);
         LAYER_BUFFER(keep, input_rstd, "input_rstd", DTYPE_F32, 1);
         LAYER_BUFFER(keep_cheap, n1, "n1", o->compute, h);
         LAYER_BUFFER(keep, qkv_rows, "qkv", o->compute, q + 2 * kv);
@@ -133,10 +154,8 @@ static void plan_layers(struct dflash *d, struct arena *arena)
 static void plan_group(struct dflash *d, struct arena *arena)
 {
     const struct dflash_options *o = &d->options;
-    const struct dflash_sizes *s = o->sizes;
     struct dflash_buffers *b = d->buffers;
-    int64_t n = o->group_rows, h = s->hidden, q = s->heads * s->head_dim;
-    int64_t kv = s->kv_heads * s->head_dim;
+    int64_t n = o->group_rows, h = o->sizes->hidden;
     const char *group = "activations";
     b->ids = take(arena, group, -1, "ids", DTYPE_I32, n, 1);
     b->row_positions = take(arena, group, -1, "row_positions", DTYPE_I32, n, 1);
@@ -146,14 +165,19 @@ static void plan_group(struct dflash *d, struct arena *arena)
     b->last = take(arena, group, -1, "last", o->compute, n, h);
     b->last_rstd = take(arena, group, -1, "last_rstd", DTYPE_F32, n, 1);
     b->hidden = take(arena, group, -1, "hidden", o->compute, n, h);
-    if (!o->training)
-        return;
-    group = "backward";
-    b->dhidden = take(arena, group, -1, "dhidden", o->compute, n, h);
-    b->dx = take(arena, group, -1, "dx", o->compute, n, h);
+    b->dx = b->hidden; // nobody reads hidden any more when its gradient comes
+}
+
+static void plan_backward(struct dflash *d, struct arena *arena)
+{
+    const struct dflash_options *o = &d->options;
+    const struct dflash_sizes *s = o->sizes;
+    struct dflash_buffers *b = d->buffers;
+    int64_t n = o->group_rows, h = s->hidden, q = s->heads * s->head_dim;
+    int64_t kv = s->kv_heads * s->head_dim;
+    const char *group = "backward";
     b->dnorm = take(arena, group, -1, "dnorm", o->compute, n, h);
     b->dact = take(arena, group, -1, "dact", o->compute, n, s->intermediate);
-    b->dgate_up = take(arena, group, -1, "dgate_up", o->compute, n, 2 * s->intermediate);
     b->dattention = take(arena, group, -1, "dattention", o->compute, n, q);
     b->dq = take(arena, group, -1, "dq", o->compute, n, q);
     b->dkey = take(arena, group, -1, "dkey", o->compute, n, kv);
@@ -176,8 +200,26 @@ void dflash_plan(struct dflash *d, const struct dflash_options *options, struct 
     for (int64_t l = 0; l < o->sizes->layers; l++)
         bind_layer(&d->layers[l], o, l);
     plan_context(d, arena);
-    plan_layers(d, arena);
+    plan_layers(d, arena, false);
     plan_group(d, arena);
+}
+
+void dflash_plan_scratch(struct dflash *d, struct arena *arena)
+{
+    plan_context_scratch(d, arena);
+    plan_layers(d, arena, true);
+    if (d->options.training)
+        plan_backward(d, arena);
+}
+
+static void open_host(struct dflash *d, const struct backend *backend)
+{
+    size_t tokens = (size_t)d->options.max_tokens, rows = (size_t)d->options.group_rows;
+    d->backend = backend;
+    d->buffers->h_noise_key = backend->host_alloc(tokens * 2 * sizeof(uint32_t));
+    d->buffers->h_positions = backend->host_alloc(tokens * sizeof(int32_t));
+    d->buffers->h_blank = backend->host_alloc(tokens);
+    d->h_index = backend->host_alloc(rows * 5 * sizeof(int32_t));
 }
 
 void dflash_open(struct dflash *d, const struct backend *backend, struct stream *stream)
@@ -191,16 +233,18 @@ void dflash_open(struct dflash *d, const struct backend *backend, struct stream 
     backend->copy_in(stream, d->buffers->sin, table + count, count * sizeof(*table));
     backend->sync(stream);
     free(table);
-    d->h_index = memory_alloc((size_t)d->options.group_rows * 5, sizeof(*d->h_index));
-    d->buffers->h_noise_key = memory_alloc((size_t)d->options.max_tokens * 2, sizeof(uint32_t));
+    open_host(d, backend);
 }
 
 void dflash_close(struct dflash *d)
 {
-    if (d->buffers != NULL)
-        free(d->buffers->h_noise_key);
+    if (d->backend != NULL) {
+        d->backend->host_free(d->buffers->h_noise_key);
+        d->backend->host_free(d->buffers->h_positions);
+        d->backend->host_free(d->buffers->h_blank);
+        d->backend->host_free(d->h_index);
+    }
     free(d->buffers);
     free(d->layers);
-    free(d->h_index);
     *d = (struct dflash){0};
 }

@@ -87,6 +87,48 @@ static void arena_refuses_what_was_not_planned(void **state)
     assert_true(aborts(100, 0, 1)); // one buffer more
 }
 
+// A union of two parts between two plain buffers. With `more`, its second part is the larger.
+static void take_union(struct arena *arena, bool more, unsigned char *at[5])
+{
+    at[0] = arena_take(arena, "weights", "first", DTYPE_U8, 256, 1, 1);
+    arena_union_begin(arena, "either");
+    at[1] = arena_take(arena, "one", "a", DTYPE_U8, 512, 1, 1);
+    at[2] = arena_take(arena, "one", "b", DTYPE_U8, 256, 1, 1);
+    arena_union_next(arena);
+    at[3] = arena_take(arena, "two", "c", DTYPE_U8, more ? 1024 : 256, 1, 1);
+    arena_union_end(arena);
+    at[4] = arena_take(arena, "weights", "last", DTYPE_U8, 256, 1, 1);
+}
+
+static void arena_unions_share_memory(void **state)
+{
+    (void)state;
+    for (int more = 0; more < 2; more++) {
+        struct arena arena;
+        unsigned char *at[5];
+        size_t size = more ? 1024 : 768;
+        arena_init(&arena);
+        take_union(&arena, more, at);
+        assert_int_equal(arena.bytes, 512 + size);
+        assert_int_equal(arena_group_bytes(&arena, NULL), arena.bytes);
+        assert_int_equal(arena_group_bytes(&arena, "weights"), 512);
+        assert_int_equal(arena_group_bytes(&arena, "one"), more ? 0 : 768);
+        assert_int_equal(arena_group_bytes(&arena, "two"), more ? 1024 : 0);
+        assert_string_equal(arena.entries[3].overlay, "either");
+        assert_string_equal(arena.entries[4].overlay, "");
+        assert_int_equal(arena.entries[3].part, 1);
+        unsigned char *memory = memory_alloc(arena.bytes, 1);
+        arena_place(&arena, memory, arena.bytes);
+        take_union(&arena, more, at);
+        assert_ptr_equal(at[1], memory + 256);
+        assert_ptr_equal(at[2], memory + 768);
+        assert_ptr_equal(at[3], at[1]);
+        assert_ptr_equal(at[4], memory + 256 + size);
+        free(memory);
+        arena_release(&arena);
+    }
+}
+
 // Philox4x32-10 once more, from the paper's description.
 static void philox(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4])
 {
@@ -296,6 +338,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(arena_sizes_and_places),
         cmocka_unit_test(arena_refuses_what_was_not_planned),
+        cmocka_unit_test(arena_unions_share_memory),
         cmocka_unit_test(rng_known_answers),
         cmocka_unit_test(rng_keys_differ),
         cmocka_unit_test(rng_uniform_moments),

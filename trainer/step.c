@@ -93,7 +93,13 @@ static void plan_model(struct step *step, struct arena *arena)
         .head = step->head,
         .norm = step->norm,
     };
+    // The loss runs between a group's forward and backward pass and leaves nothing but the gradient of
+    // the hidden states: it shares memory with what only these passes use.
+    arena_union_begin(arena, "passes or loss");
+    dflash_plan_scratch(&step->dflash, arena);
+    arena_union_next(arena);
     loss_plan(&step->loss, &loss, arena);
+    arena_union_end(arena);
 }
 
 // One pass over all buffers: the first sizes the arena, the second carves it.
