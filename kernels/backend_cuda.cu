@@ -10,12 +10,12 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "kernels/cuda_internal.cuh"
+#include "kernels/cuda_sizes.h"
 #include "kernels/kernels.h"
 
 enum {
-    LEAST_MAJOR = 8,           // compute capability
-    LEAST_ALLOCATION = 256,    // so that an allocation of nothing has an address, too
-    WORKSPACE_BYTES = 32 << 20 // what cuBLAS wants on Hopper
+    LEAST_MAJOR = 8,       // compute capability
+    LEAST_ALLOCATION = 256 // so that an allocation of nothing has an address, too
 };
 
 static void cuda_describe(char *hardware, size_t hardware_size, char *library, size_t library_size)
@@ -100,7 +100,7 @@ static void cuda_sync(struct stream *stream)
 static size_t cuda_workspace_bytes(int threads)
 {
     (void)threads;
-    return WORKSPACE_BYTES;
+    return CUDA_WORKSPACE_BYTES;
 }
 
 // Whether this GPU runs code that is built for sm_90a only.
@@ -126,7 +126,7 @@ static struct stream *cuda_stream_open(const struct stream_options *options)
     BUG_UNLESS(options->workspace_bytes >= cuda_workspace_bytes(options->threads));
     stream->workspace = cuda_alloc(options->workspace_bytes);
     // What products may use is fixed: more would change which algorithms they choose.
-    stream->workspace_bytes = WORKSPACE_BYTES;
+    stream->workspace_bytes = CUDA_WORKSPACE_BYTES;
     return stream;
 }
 
