@@ -44,6 +44,7 @@ enum { NORMALIZE_WEIGHTED, NORMALIZE_COUNT };
 enum { MASK_INDEX_SERVED, MASK_INDEX_LABEL, MASK_INDEX_INPUT, MASK_INDEX_FEATURE };
 enum { OUT_OF_VOCAB_MASKED, OUT_OF_VOCAB_KEPT };
 enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_WSD, SCHEDULE_CONSTANT };
+enum { MEMORY_NORMAL, MEMORY_LOW };
 enum { RECOMPUTE_AUTO, RECOMPUTE_NONE, RECOMPUTE_CHEAP, RECOMPUTE_LAYER };
 enum { LOGITS_FP32, LOGITS_BF16 };
 enum { KERNELS_AUTO, KERNELS_GENERIC };
@@ -133,6 +134,15 @@ int config_compare_drafter(const struct config *before, const struct config *now
 
 // Text of a CHOICE key's value, e.g. config_choice_name("loss", "slot_weight", SLOT_WEIGHT_EXP).
 const char *config_choice_name(const char *section, const char *key, int value);
+
+// A key of whole numbers by its name; the section may be left out where the name is unique.
+struct config_int_key {
+    char name[64];  // "section.key"
+    int64_t *value; // in the config; may be set, within the range
+    int64_t minimum, maximum;
+};
+int config_find_int(struct config *config, const char *name, struct config_int_key *key,
+                    struct error *err);
 
 // `dtrain config`: every key with type, default, range, meaning and whether it may change on resume.
 void config_describe(FILE *out);

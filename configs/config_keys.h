@@ -153,8 +153,10 @@
 #define MEMORY_KEYS(TEXT, PATH, INT, REAL, FLAG, CHOICE, TEXTS, PATHS, INTS, REALS) \
     INT(group_rows, 0, 0, 1073741824, KEEP, "block rows that go through the drafter together; 0: chosen") \
     INT(chunk_rows, 0, 0, 1073741824, KEEP, "student and distinct teacher rows whose logits exist together; 0: chosen") \
-    CHOICE(recompute, auto, "auto\0none\0cheap\0layer", KEEP, "what the backward pass computes again: nothing, norms and activations, whole layers") \
-    CHOICE(logits, fp32, "fp32\0bf16", KEEP, "dtype of the logits of a chunk; bf16 halves them and costs accuracy")
+    CHOICE(mode, normal, "normal\0low", KEEP, "low: least memory, for a longer step; it decides what group_rows, chunk_rows and recompute leave open") \
+    CHOICE(recompute, auto, "auto\0none\0cheap\0layer", KEEP, "what the backward pass computes again: nothing, norms and activations, whole layers; auto: none on a CPU, cheap on a GPU, layer with mode low") \
+    CHOICE(logits, fp32, "fp32\0bf16", KEEP, "dtype of the logits of a chunk; bf16 halves them and costs accuracy") \
+    TEXT(limit, NULL, FREE, "device memory that a run may take in all, as 80GiB or 512MiB; default: what is free when it starts")
 
 #define KERNELS_KEYS(TEXT, PATH, INT, REAL, FLAG, CHOICE, TEXTS, PATHS, INTS, REALS) \
     CHOICE(path, auto, "auto\0generic", KEEP, "auto: the fastest kernels that the GPU has; generic: those that every supported GPU has")

@@ -7,7 +7,8 @@
 #include "trainer/step.h"
 
 enum { CPU_GROUP_ROWS = 512, CUDA_GROUP_ROWS = 8192 };
-static const double cpu_chunk_bytes = 256e6, cuda_chunk_bytes = 4.6e9;
+// Of a chunk's logits. With little memory: no more than what the passes need in the same place.
+static const double cpu_chunk_bytes = 256e6, cuda_chunk_bytes = 4.6e9, low_chunk_bytes = 2.3e9;
 
 static int64_t round_down(int64_t value, int64_t multiple)
 {
@@ -32,8 +33,10 @@ static void choose_cut(struct execution *e, const struct config *config,
     e->group_rows = round_down(group, sizes->block_size);
     if (chunk == 0) {
         double logit = strcmp(e->logits, "bf16") == 0 ? 2.0 : 4.0;
-        chunk =
-            (int64_t)((cpu ? cpu_chunk_bytes : cuda_chunk_bytes) / (logit * (double)sizes->vocab));
+        double bytes = cpu                                 ? cpu_chunk_bytes
+                       : config->memory.mode == MEMORY_LOW ? low_chunk_bytes
+                                                           : cuda_chunk_bytes;
+        chunk = (int64_t)(bytes / (logit * (double)sizes->vocab));
         if (chunk > 2 * e->group_rows)
             chunk = 2 * e->group_rows; // students and as many teachers
         if (chunk < 64)
@@ -42,21 +45,27 @@ static void choose_cut(struct execution *e, const struct config *config,
     e->chunk_rows = chunk < 2 ? 2 : chunk;
 }
 
+static const char *choose_recompute(const struct config *config, bool cpu)
+{
+    if (config->memory.recompute != RECOMPUTE_AUTO)
+        return config_choice_name("memory", "recompute", config->memory.recompute);
+    if (config->memory.mode == MEMORY_LOW)
+        return "layer";
+    return cpu ? "none" : "cheap"; // on a GPU cheap costs less than 1 % of a step
+}
+
 int execution_choose(struct execution *e, const struct config *config,
                      const struct dflash_sizes *sizes, const struct backend *backend,
                      struct error *err)
 {
-    bool cpu = backend == backend_cpu();
+    bool cpu = strcmp(backend->name, "cpu") == 0;
     *e = (struct execution){.world_size = 1};
     snprintf(e->device, sizeof(e->device), "%s", backend->name);
     snprintf(e->compute, sizeof(e->compute), "%s",
              config->run.compute == COMPUTE_BF16 ? "bf16" : "fp32");
     snprintf(e->logits, sizeof(e->logits), "%s",
              config->memory.logits == LOGITS_BF16 ? "bf16" : "fp32");
-    snprintf(e->recompute, sizeof(e->recompute), "%s",
-             config->memory.recompute == RECOMPUTE_LAYER   ? "layer"
-             : config->memory.recompute == RECOMPUTE_CHEAP ? "cheap"
-                                                           : "none");
+    snprintf(e->recompute, sizeof(e->recompute), "%s", choose_recompute(config, cpu));
     snprintf(e->kernels, sizeof(e->kernels), "%s",
              config->kernels.path == KERNELS_GENERIC ? "generic" : "auto");
     if (config->run.compute == COMPUTE_FP32 && config->memory.logits == LOGITS_BF16)
