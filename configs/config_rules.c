@@ -5,6 +5,7 @@
 #include <inttypes.h>
 #include <string.h>
 
+#include "base/byte_size.h"
 #include "configs/config_table.h"
 #include "configs/config_value.h"
 
@@ -194,6 +195,14 @@ static void check_eagle3(const struct check *c)
               "dpace weighs the slots of dflash blocks; eagle3 has loss.ttt_decay_base");
 }
 
+static void check_memory(const struct check *c)
+{
+    const char *limit = c->config->memory.limit;
+    uint64_t bytes = 0;
+    if (limit && (byte_size_parse(limit, &bytes) != 0 || bytes == 0))
+        FAULT(c, memory, limit, "%s is not a number of bytes above 0; say 80GiB or 512MiB", limit);
+}
+
 static void check_schedule(const struct check *c)
 {
     const struct schedule_config *s = &c->config->schedule;
@@ -245,6 +254,7 @@ void config_check_rules(const struct config *config, struct config_faults *fault
         check_eagle3(&c);
     if (config->optimizer.betas.count != 2)
         FAULT(&c, optimizer, betas, "needs 2 values, has %zu", config->optimizer.betas.count);
+    check_memory(&c);
     check_schedule(&c);
 }
 
