@@ -8,7 +8,8 @@
 #   sanitizer  compute-sanitizer (memcheck, racecheck, initcheck) on the kernel tests
 #   kernels, attention, loss, data   times of the parts
 #   steps      whole steps at real sizes (STEPS: settings of step.py, "all" by default)
-#   peer       the same steps in the published speculators package (PEER: see collect_peer.py)
+#   peer       the same steps in the published speculators package, and ours beside them (PEER: a folder of wheels
+#              that collect_peer.py has filled, .peer by default); compiling it begins beside the build
 # Checks run side by side; what is timed runs alone. Variables:
 # BUILD: build folder, /tmp/dtrain-gpu by default. ARCH: architecture to build for, 90a by default.
 # COMMIT: what is printed as the commit where git is not there. OUT: a folder for the logs (few files), BUILD
@@ -25,6 +26,7 @@ begin=$(date +%s)
 sections=" ${*:-build tests sanitizer kernels attention loss data steps} "
 OPS=$(sed -n 's/^ *X(\([a-z_]*\)).*/\1/p' kernels/kernels.h)
 INPUTS=/dev/shm/dtrain-step
+(($(df --output=avail -k /dev/shm | tail -n 1) > 16000000)) || INPUTS=/tmp/dtrain-step
 mkdir -p "$BUILD" "$OUT"
 rm -rf "$logs"
 mkdir -p "$logs"
@@ -42,7 +44,7 @@ finish() {
     # Checks that passed are counted; what failed and what was timed has its own line.
     grep ' ok ' "$table" | awk '{print $1}' | sort | uniq -c | awk '{printf "%s %s ok; ", $1, $2} END {print ""}'
     grep -v ' ok ' "$table" | sort
-    for name in kernels attention loss data steps peer; do
+    for name in prepare kernels attention loss data steps peer; do
         [ -s "$logs/$name.log" ] && { echo "-- $name"; tail -n 30 "$logs/$name.log" | cut -c1-200; }
     done
 }
@@ -118,10 +120,20 @@ sanitizer() {
 
 export REQUIRE_CUDA=1 OMP_WAIT_POLICY=passive PYTHONUNBUFFERED=1
 [ -n "${DEBS:-}" ] && unpack "$DEBS"
-if wanted steps || wanted peer; then # writing the inputs takes seconds and disturbs no check
-    python3 benchmarks/step.py --prepare --settings "${STEPS:-v4-512}" --folder $INPUTS --dtrain - >"$logs/prepare.log" 2>&1 &
+PEER=${PEER:-.peer}
+ANCHORS=${ANCHORS:-512,1024,2048,3072}
+site=$BUILD/peer-site
+prepare() {
+    python3 benchmarks/step.py --prepare --settings "${STEPS:-v4-512}" --folder $INPUTS --dtrain -
+    wanted peer || return
+    [ -d "$PEER" ] && python3 -m pip install -q --no-index --no-deps --upgrade --target "$site" "$PEER"/*.whl
+    PYTHONPATH=$site timeout 240 python3 benchmarks/against_speculators.py --folder $INPUTS --anchors "$ANCHORS" --steps 1
+}
+if wanted steps || wanted peer; then # while nothing else uses the GPU
+    prepare >"$logs/prepare.log" 2>&1 &
 fi
 if wanted build || [ ! -x "$BUILD/dtrain" ]; then build; fi
+wait
 export OMP_NUM_THREADS=2
 wanted tests && tests
 wanted sanitizer && sanitizer
@@ -136,6 +148,6 @@ done
 wanted data && check "${LIMIT:-60}" "timed data" data "$BUILD/benchmarks/bench_data"
 wanted steps && check "${STEPS_LIMIT:-300}" "timed steps" steps python3 benchmarks/step.py --dtrain "$BUILD/dtrain" \
     --settings "${STEPS:-all}" --folder $INPUTS --json "$OUT/steps.json"
-wanted peer && PYTHONPATH=${PEER:-.peer} check "${PEER_LIMIT:-150}" "timed peer" peer \
-    python3 benchmarks/against_speculators.py --json "$OUT/peer.json"
+wanted peer && PYTHONPATH=$site check "${PEER_LIMIT:-240}" "timed peer" peer python3 benchmarks/against_speculators.py \
+    --folder $INPUTS --anchors "$ANCHORS" --dtrain "$BUILD/dtrain" --json "$OUT/peer.json"
 exit 0
