@@ -3,9 +3,13 @@
 
 #include <math.h>
 
-#include "kernels/cuda_internal.cuh"
+#include "kernels/cuda_vector.cuh"
 
-enum { THREADS = 256 };
+enum {
+    THREADS = 256,
+    PACK = 8,    // elements of a thread: 32 bytes of each fp32 array, 16 of a bf16 copy
+    TOGETHER = 4 // accesses of 16 bytes of a thread that are on their way in a sum
+};
 
 struct adamw_factors {
     float grad, beta1, beta2, one_beta1, one_beta2, keep, step, correction2, eps;
@@ -28,48 +32,98 @@ static struct adamw_factors adamw_factors_make(const struct adamw *op)
     return f;
 }
 
-template <typename Copy>
-static __global__ void adamw_kernel(struct adamw op, struct adamw_factors f, Copy *copy)
+// Elements [first, first + N) of all arrays.
+template <int N, typename Copy>
+static __device__ __forceinline__ void
+adamw_elements(const struct adamw &op, const struct adamw_factors &f, Copy *copy, int64_t first)
 {
-    int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
-    if (i >= op.count)
-        return;
-    float g = f.grad * op.grad[i];
-    float mean = f.beta1 * op.m[i] + f.one_beta1 * g;
-    float square = f.beta2 * op.v[i] + f.one_beta2 * g * g;
-    op.m[i] = mean;
-    op.v[i] = square;
-    float param = op.param[i] * f.keep - f.step * mean / (sqrtf(square / f.correction2) + f.eps);
-    op.param[i] = param;
+    struct pack<float, N> grad = pack_load<N>(op.grad + first), m = pack_load<N>(op.m + first);
+    struct pack<float, N> v = pack_load<N>(op.v + first), p = pack_load<N>(op.param + first);
+    float mean[N], square[N], param[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        float g = f.grad * pack_value(grad, i);
+        mean[i] = f.beta1 * pack_value(m, i) + f.one_beta1 * g;
+        square[i] = f.beta2 * pack_value(v, i) + f.one_beta2 * g * g;
+        param[i] = pack_value(p, i) * f.keep -
+                   f.step * mean[i] / (sqrtf(square[i] / f.correction2) + f.eps);
+    }
+    store_values<N>(op.m + first, mean);
+    store_values<N>(op.v + first, square);
+    store_values<N>(op.param + first, param);
     if (copy != NULL)
-        store(copy, i, param);
+        store_values<N>(copy + first, param);
 }
 
-// One thread an element.
+// Threads past the last whole pack take one element each, when packs are N elements.
+template <int N, typename Copy>
+static __global__ void __launch_bounds__(THREADS)
+    adamw_kernel(struct adamw op, struct adamw_factors f, Copy *copy)
+{
+    int64_t thread = (int64_t)blockIdx.x * THREADS + threadIdx.x, packs = op.count / N;
+    if (thread < packs)
+        adamw_elements<N>(op, f, copy, thread * N);
+    else if (packs * N + (thread - packs) < op.count)
+        adamw_elements<1>(op, f, copy, packs * N + (thread - packs));
+}
+
+// CTAs for `count` elements when a thread takes n, and what is left over one each.
+static unsigned pack_grid(int64_t count, int n)
+{
+    return grid_size(divide_up(count / n + count % n, THREADS));
+}
+
+template <typename Copy> static void adamw_launch(struct stream *stream, const struct adamw *op)
+{
+    struct adamw_factors factors = adamw_factors_make(op);
+    Copy *copy = (Copy *)op->copy;
+    if (packs_at(op->param) && packs_at(op->m) && packs_at(op->v) && packs_at(op->grad) &&
+        packs_at(copy))
+        adamw_kernel<PACK>
+            <<<pack_grid(op->count, PACK), THREADS, 0, stream->cuda>>>(*op, factors, copy);
+    else
+        adamw_kernel<1><<<pack_grid(op->count, 1), THREADS, 0, stream->cuda>>>(*op, factors, copy);
+    launch_check();
+}
+
+// A thread a pack.
 void adamw_cuda(struct stream *stream, const struct adamw *op)
 {
     BUG_UNLESS(op->step > 0);
     if (op->count == 0)
         return;
-    struct adamw_factors factors = adamw_factors_make(op);
-    unsigned grid = grid_size(divide_up(op->count, THREADS));
     if (op->copy != NULL && is_bf16(op->copy_type))
-        adamw_kernel<<<grid, THREADS, 0, stream->cuda>>>(*op, factors, (bf16_t *)op->copy);
+        adamw_launch<bf16_t>(stream, op);
     else
-        adamw_kernel<<<grid, THREADS, 0, stream->cuda>>>(*op, factors, (float *)op->copy);
-    launch_check();
+        adamw_launch<float>(stream, op);
 }
 
 // scratch[part] = sum over elements [part * size, (part + 1) * size), in fp64 from the first product
-// on: squares of finite gradients overflow fp32.
-static __global__ void squares_kernel(struct sum_squares op, int64_t size)
+// on: squares of finite gradients overflow fp32. Parts begin at whole packs.
+template <int N>
+static __global__ void __launch_bounds__(THREADS, 4)
+    squares_kernel(struct sum_squares op, int64_t size)
 {
     int64_t first = blockIdx.x * size;
     int64_t end = first + size < op.count ? first + size : op.count;
-    double sum = 0.0;
-    for (int64_t i = first + threadIdx.x; i < end; i += THREADS)
-        sum += (double)op.x[i] * (double)op.x[i];
-    sum = block_sum<THREADS>(sum);
+    double sums[TOGETHER] = {};
+    for (int64_t base = first + threadIdx.x * N; base < end; base += TOGETHER * THREADS * N) {
+        struct pack<float, N> x[TOGETHER];
+#pragma unroll
+        for (int t = 0; t < TOGETHER; t++) {
+            int64_t at = base + t * (THREADS * N);
+            x[t] = at + N <= end ? pack_load<N>(op.x + at) : pack_zero<float, N>();
+        }
+#pragma unroll
+        for (int t = 0; t < TOGETHER; t++)
+#pragma unroll
+            for (int i = 0; i < N; i++)
+                sums[t] += (double)pack_value(x[t], i) * (double)pack_value(x[t], i);
+    }
+    int64_t left = first < end ? end - (end - first) % N + threadIdx.x : end; // after whole packs
+    if (left < end)
+        sums[0] += (double)op.x[left] * (double)op.x[left];
+    double sum = block_sum<THREADS>((sums[0] + sums[1]) + (sums[2] + sums[3]));
     if (threadIdx.x == 0)
         op.scratch[blockIdx.x] = sum;
 }
@@ -87,30 +141,55 @@ static __global__ void squares_total_kernel(struct sum_squares op)
 // A CTA for each of SUM_SQUARES_PARTS parts, which the count alone fixes; then one CTA.
 void sum_squares_cuda(struct stream *stream, const struct sum_squares *op)
 {
-    int64_t size = divide_up(op->count, SUM_SQUARES_PARTS);
-    squares_kernel<<<SUM_SQUARES_PARTS, THREADS, 0, stream->cuda>>>(*op, size);
+    enum { N = PACK_BYTES / sizeof(float) };
+    int64_t size = round_up(divide_up(op->count, SUM_SQUARES_PARTS), N);
+    if (packs_at(op->x))
+        squares_kernel<N><<<SUM_SQUARES_PARTS, THREADS, 0, stream->cuda>>>(*op, size);
+    else
+        squares_kernel<1><<<SUM_SQUARES_PARTS, THREADS, 0, stream->cuda>>>(*op, size);
     launch_check();
     squares_total_kernel<<<1, THREADS, 0, stream->cuda>>>(*op);
     launch_check();
 }
 
-template <typename To, typename From>
-static __global__ void convert_kernel(To *to, const From *from, int64_t count)
+template <int N, typename To, typename From>
+static __device__ __forceinline__ void convert_elements(To *to, const From *from, int64_t first)
 {
-    int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
-    if (i < count)
-        store(to, i, load(from, i));
+    struct pack<From, N> x = pack_load<N>(from + first);
+    float value[N];
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        value[i] = pack_value(x, i);
+    store_values<N>(to + first, value);
+}
+
+// As in adamw_kernel.
+template <int N, typename To, typename From>
+static __global__ void __launch_bounds__(THREADS)
+    convert_kernel(To *to, const From *from, int64_t count)
+{
+    int64_t thread = (int64_t)blockIdx.x * THREADS + threadIdx.x, packs = count / N;
+    if (thread < packs)
+        convert_elements<N>(to, from, thread * N);
+    else if (packs * N + (thread - packs) < count)
+        convert_elements<1>(to, from, packs * N + (thread - packs));
 }
 
 template <typename To, typename From>
 static void convert_launch(struct stream *stream, const struct convert *op)
 {
-    convert_kernel<<<grid_size(divide_up(op->count, THREADS)), THREADS, 0, stream->cuda>>>(
-        (To *)op->to, (const From *)op->from, op->count);
+    To *to = (To *)op->to;
+    const From *from = (const From *)op->from;
+    if (packs_at(to) && packs_at(from))
+        convert_kernel<PACK>
+            <<<pack_grid(op->count, PACK), THREADS, 0, stream->cuda>>>(to, from, op->count);
+    else
+        convert_kernel<1>
+            <<<pack_grid(op->count, 1), THREADS, 0, stream->cuda>>>(to, from, op->count);
     launch_check();
 }
 
-// One thread an element.
+// A thread a pack.
 void convert_cuda(struct stream *stream, const struct convert *op)
 {
     bool from = is_bf16(op->from_type), to = is_bf16(op->to_type);

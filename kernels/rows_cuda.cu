@@ -4,70 +4,158 @@
 #include <string.h>
 
 #include "base/philox.h"
-#include "kernels/cuda_internal.cuh"
+#include "kernels/cuda_vector.cuh"
 
-enum { THREADS = 256, MAX_LAYERS = 256 };
+enum {
+    MOST_THREADS = 512, // of a row
+    PACK = 8,           // elements: 16 bytes of bf16, twice as many of fp32
+    TOGETHER = 2,       // packs of a thread that are on their way at a time
+    MAX_LAYERS = 256
+};
 
-template <typename Out, typename In> static __global__ void gather_kernel(struct gather_rows op)
+// Whether rows of `width` elements can be moved in packs.
+static bool in_packs(const void *in, const void *out, int64_t in_stride, int64_t width)
+{
+    return packs_at(in) && packs_at(out) && packs_in(in_stride, PACK) && packs_in(width, PACK);
+}
+
+// Threads of a CTA that moves one row of n-element packs.
+static unsigned row_threads(int64_t width, int n)
+{
+    int64_t threads = round_up(divide_up(width, (int64_t)n * TOGETHER), WARP);
+    return (unsigned)(threads < MOST_THREADS ? threads : MOST_THREADS);
+}
+
+// out = scale * in, one row, by the CTA.
+template <int N, typename Out, typename In>
+static __device__ __forceinline__ void move_row(Out *out, const In *in, float scale, int64_t width)
+{
+    int64_t step = (int64_t)blockDim.x * N;
+    for (int64_t first = threadIdx.x * N; first < width; first += TOGETHER * step) {
+        struct pack<In, N> from[TOGETHER];
+#pragma unroll
+        for (int t = 0; t < TOGETHER; t++)
+            if (first + t * step < width)
+                from[t] = pack_load<N>(in + first + t * step);
+#pragma unroll
+        for (int t = 0; t < TOGETHER; t++) {
+            float value[N];
+#pragma unroll
+            for (int i = 0; i < N; i++)
+                value[i] = pack_value(from[t], i) * scale;
+            if (first + t * step < width)
+                store_values<N>(out + first + t * step, value);
+        }
+    }
+}
+
+template <int N, typename Out>
+static __device__ __forceinline__ void zero_row(Out *out, int64_t width)
+{
+    for (int64_t i = threadIdx.x * N; i < width; i += (int64_t)blockDim.x * N)
+        pack_store(out + i, pack_zero<Out, N>());
+}
+
+template <typename Out, typename In, int N>
+static __global__ void __launch_bounds__(MOST_THREADS) gather_kernel(struct gather_rows op)
 {
     int64_t row = blockIdx.x, from = op.index[row];
     bug_unless(from >= 0 && from < op.in_rows);
-    const In *in = (const In *)op.in + from * op.in_stride;
-    Out *out = (Out *)op.out + row * op.width;
-    for (int64_t i = threadIdx.x; i < op.width; i += THREADS)
-        store(out, i, load(in, i) * op.scale);
+    move_row<N>((Out *)op.out + row * op.width, (const In *)op.in + from * op.in_stride, op.scale,
+                op.width);
 }
 
-template <typename Out, typename In> static __global__ void scatter_kernel(struct scatter_rows op)
+template <typename Out, typename In>
+static void gather_launch(struct stream *stream, const struct gather_rows *op)
 {
-    int64_t row = blockIdx.x, to = op.index[row];
-    float scale = op.scale != NULL ? op.scale[row] : 1.0f;
-    bug_unless(to >= 0 && to < op.out_rows);
-    if (scale == 0.0f)
-        return; // the zeros are there already
-    const In *in = (const In *)op.in + row * op.width;
-    Out *out = (Out *)op.out + to * op.width;
-    for (int64_t i = threadIdx.x; i < op.width; i += THREADS)
-        store(out, i, load(in, i) * scale);
+    unsigned grid = grid_size(op->rows);
+    if (in_packs(op->in, op->out, op->in_stride, op->width))
+        gather_kernel<Out, In, PACK><<<grid, row_threads(op->width, PACK), 0, stream->cuda>>>(*op);
+    else
+        gather_kernel<Out, In, 1><<<grid, row_threads(op->width, 1), 0, stream->cuda>>>(*op);
+    launch_check();
 }
 
 // One CTA a row.
 void gather_rows_cuda(struct stream *stream, const struct gather_rows *op)
 {
     bool in = is_bf16(op->in_type), out = is_bf16(op->out_type);
-    if (op->rows == 0)
+    if (op->rows == 0 || op->width == 0)
         return;
-    unsigned grid = grid_size(op->rows);
     if (out && in)
-        gather_kernel<bf16_t, bf16_t><<<grid, THREADS, 0, stream->cuda>>>(*op);
+        gather_launch<bf16_t, bf16_t>(stream, op);
     else if (out)
-        gather_kernel<bf16_t, float><<<grid, THREADS, 0, stream->cuda>>>(*op);
+        gather_launch<bf16_t, float>(stream, op);
     else if (in)
-        gather_kernel<float, bf16_t><<<grid, THREADS, 0, stream->cuda>>>(*op);
+        gather_launch<float, bf16_t>(stream, op);
     else
-        gather_kernel<float, float><<<grid, THREADS, 0, stream->cuda>>>(*op);
+        gather_launch<float, float>(stream, op);
+}
+
+// from[index[r]] = r; rows of scale 0 are left out.
+static __global__ void __launch_bounds__(MOST_THREADS)
+    invert_kernel(struct scatter_rows op, int32_t *from)
+{
+    int64_t row = (int64_t)blockIdx.x * MOST_THREADS + threadIdx.x;
+    if (row >= op.rows)
+        return;
+    int64_t to = op.index[row];
+    bug_unless(to >= 0 && to < op.out_rows);
+    if (op.scale == NULL || op.scale[row] != 0.0f)
+        from[to] = (int32_t)row;
+}
+
+// Row blockIdx.x of out: from its row of in, or zeros (from -1).
+template <typename Out, typename In, int N>
+static __global__ void __launch_bounds__(MOST_THREADS)
+    scatter_kernel(struct scatter_rows op, const int32_t *from)
+{
+    int64_t row = from[blockIdx.x];
+    Out *out = (Out *)op.out + blockIdx.x * op.width;
+    if (row < 0)
+        zero_row<N>(out, op.width);
+    else
+        move_row<N>(out, (const In *)op.in + row * op.width,
+                    op.scale != NULL ? op.scale[row] : 1.0f, op.width);
+}
+
+template <typename Out, typename In>
+static void scatter_launch(struct stream *stream, const struct scatter_rows *op,
+                           const int32_t *from)
+{
+    unsigned grid = grid_size(op->out_rows);
+    if (in_packs(op->in, op->out, op->width, op->width))
+        scatter_kernel<Out, In, PACK>
+            <<<grid, row_threads(op->width, PACK), 0, stream->cuda>>>(*op, from);
+    else
+        scatter_kernel<Out, In, 1><<<grid, row_threads(op->width, 1), 0, stream->cuda>>>(*op, from);
     launch_check();
 }
 
-// Zeros everywhere, then one CTA a row.
+// First the row of in for each row of out, in the workspace [out_rows], so that out is written once; then
+// one CTA a row of out.
 void scatter_rows_cuda(struct stream *stream, const struct scatter_rows *op)
 {
     bool in = is_bf16(op->in_type), out = is_bf16(op->out_type);
-    size_t bytes = (size_t)(op->out_rows * op->width) * dtype_size(op->out_type);
-    if (bytes > 0)
-        cuda_check(cudaMemsetAsync(op->out, 0, bytes, stream->cuda));
-    if (op->rows == 0)
+    int32_t *from = (int32_t *)stream->workspace;
+    size_t bytes = (size_t)op->out_rows * sizeof(*from);
+    if (op->out_rows == 0 || op->width == 0)
         return;
-    unsigned grid = grid_size(op->rows);
+    BUG_UNLESS(bytes <= stream->workspace_bytes && op->rows <= op->out_rows);
+    cuda_check(cudaMemsetAsync(from, 0xff, bytes, stream->cuda)); // -1
+    if (op->rows > 0) {
+        invert_kernel<<<grid_size(divide_up(op->rows, MOST_THREADS)), MOST_THREADS, 0,
+                        stream->cuda>>>(*op, from);
+        launch_check();
+    }
     if (out && in)
-        scatter_kernel<bf16_t, bf16_t><<<grid, THREADS, 0, stream->cuda>>>(*op);
+        scatter_launch<bf16_t, bf16_t>(stream, op, from);
     else if (out)
-        scatter_kernel<bf16_t, float><<<grid, THREADS, 0, stream->cuda>>>(*op);
+        scatter_launch<bf16_t, float>(stream, op, from);
     else if (in)
-        scatter_kernel<float, bf16_t><<<grid, THREADS, 0, stream->cuda>>>(*op);
+        scatter_launch<float, bf16_t>(stream, op, from);
     else
-        scatter_kernel<float, float><<<grid, THREADS, 0, stream->cuda>>>(*op);
-    launch_check();
+        scatter_launch<float, float>(stream, op, from);
 }
 
 // The draws of base/rng.h on the device.
@@ -87,28 +175,72 @@ struct planes {
     int32_t plane[MAX_LAYERS];
 };
 
-template <typename Out>
-static __global__ void context_kernel(struct context_load op, struct planes planes)
+// Where a CTA's token and layer are.
+struct plane_place {
+    int64_t token, layer;
+    const bf16_t *in;
+    bool blank;
+};
+
+static __device__ __forceinline__ struct plane_place plane_place_make(const struct context_load &op,
+                                                                      const struct planes &planes)
 {
-    int64_t token = blockIdx.x / op.layers, layer = blockIdx.x % op.layers;
-    Out *out = (Out *)op.out + (token * op.layers + layer) * op.hidden;
-    const bf16_t *in =
-        (const bf16_t *)op.in + (token * op.planes + planes.plane[layer]) * op.hidden;
-    bool blank = op.blank != NULL && op.blank[token] != 0;
-    bool noisy = op.noise != NOISE_KIND_NONE && !blank;
-    uint32_t k0 = noisy ? op.noise_key[2 * token] : 0;
-    uint32_t k1 = noisy ? op.noise_key[2 * token + 1] : 0;
-    uint64_t slot =
-        noisy ? (uint64_t)op.positions[token] * (uint64_t)op.layers + (uint64_t)layer : 0;
-    for (int64_t i = threadIdx.x; i < op.hidden; i += THREADS) {
-        float value = blank ? 0.0f : load(in, i);
-        if (noisy) {
-            uint64_t counter = slot * (uint64_t)op.hidden + (uint64_t)i;
-            float noise = __fmul_rn(noise_draw(op.noise, k0, k1, counter), op.noise_std);
-            value = __fadd_rn(value, noise); // not fused, as on the CPU
-        }
-        store(out, i, value);
+    struct plane_place at;
+    at.token = blockIdx.x / (unsigned)op.layers;
+    at.layer = blockIdx.x % (unsigned)op.layers;
+    at.in = (const bf16_t *)op.in + (at.token * op.planes + planes.plane[at.layer]) * op.hidden;
+    at.blank = op.blank != NULL && op.blank[at.token] != 0;
+    return at;
+}
+
+template <typename Out, int N>
+static __global__ void __launch_bounds__(MOST_THREADS)
+    context_kernel(struct context_load op, struct planes planes)
+{
+    struct plane_place at = plane_place_make(op, planes);
+    Out *out = (Out *)op.out + blockIdx.x * op.hidden;
+    if (at.blank)
+        zero_row<N>(out, op.hidden);
+    else
+        move_row<N>(out, at.in, 1.0f, op.hidden);
+}
+
+// The same with noise, whose product and sum are not fused, as on the CPU.
+template <typename Out, int N>
+static __global__ void __launch_bounds__(MOST_THREADS)
+    noisy_context_kernel(struct context_load op, struct planes planes)
+{
+    struct plane_place at = plane_place_make(op, planes);
+    Out *out = (Out *)op.out + blockIdx.x * op.hidden;
+    if (at.blank) {
+        zero_row<N>(out, op.hidden);
+        return;
     }
+    uint32_t k0 = op.noise_key[2 * at.token], k1 = op.noise_key[2 * at.token + 1];
+    uint64_t slot = (uint64_t)op.positions[at.token] * (uint64_t)op.layers + (uint64_t)at.layer;
+    for (int64_t first = threadIdx.x * N; first < op.hidden; first += (int64_t)blockDim.x * N) {
+        struct pack<bf16_t, N> from = pack_load<N>(at.in + first);
+        float value[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            uint64_t counter = slot * (uint64_t)op.hidden + (uint64_t)(first + i);
+            float noise = __fmul_rn(noise_draw(op.noise, k0, k1, counter), op.noise_std);
+            value[i] = __fadd_rn(pack_value(from, i), noise);
+        }
+        store_values<N>(out + first, value);
+    }
+}
+
+template <typename Out, int N>
+static void context_launch(struct stream *stream, const struct context_load *op,
+                           const struct planes *planes)
+{
+    unsigned grid = grid_size(op->tokens * op->layers), threads = row_threads(op->hidden, N);
+    if (op->noise != NOISE_KIND_NONE)
+        noisy_context_kernel<Out, N><<<grid, threads, 0, stream->cuda>>>(*op, *planes);
+    else
+        context_kernel<Out, N><<<grid, threads, 0, stream->cuda>>>(*op, *planes);
+    launch_check();
 }
 
 // One CTA a token and layer.
@@ -116,14 +248,17 @@ void context_load_cuda(struct stream *stream, const struct context_load *op)
 {
     struct planes planes;
     BUG_UNLESS(op->layers <= MAX_LAYERS);
-    if (op->tokens == 0)
+    if (op->tokens == 0 || op->layers == 0)
         return;
     memset(&planes, 0, sizeof(planes));
     memcpy(planes.plane, op->plane, (size_t)op->layers * sizeof(*op->plane));
-    unsigned grid = grid_size(op->tokens * op->layers);
-    if (is_bf16(op->type))
-        context_kernel<bf16_t><<<grid, THREADS, 0, stream->cuda>>>(*op, planes);
+    bool packs = in_packs(op->in, op->out, op->hidden, op->hidden);
+    if (is_bf16(op->type) && packs)
+        context_launch<bf16_t, PACK>(stream, op, &planes);
+    else if (is_bf16(op->type))
+        context_launch<bf16_t, 1>(stream, op, &planes);
+    else if (packs)
+        context_launch<float, PACK>(stream, op, &planes);
     else
-        context_kernel<float><<<grid, THREADS, 0, stream->cuda>>>(*op, planes);
-    launch_check();
+        context_launch<float, 1>(stream, op, &planes);
 }

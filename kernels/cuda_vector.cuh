@@ -1,0 +1,128 @@
+// Packs of consecutive elements of a row, moved with accesses of 16 bytes. A kernel with packs of one
+// element is its own fall-back for addresses, strides and widths that 16 bytes do not divide.
+#ifndef KERNELS_CUDA_VECTOR_CUH
+#define KERNELS_CUDA_VECTOR_CUH
+
+#include "kernels/cuda_internal.cuh"
+
+enum { PACK_BYTES = 16 };
+
+// N elements as they lie in memory; N * sizeof(Type) is a multiple of 16, or N is 1.
+template <typename Type, int N> struct pack {
+    uint32_t word[(N * sizeof(Type) + 3) / 4];
+};
+
+template <int N, typename Type>
+static __device__ __forceinline__ struct pack<Type, N> pack_load(const Type *from) {
+    static_assert(N == 1 || N * sizeof(Type) % PACK_BYTES == 0, "whole accesses");
+    struct pack<Type, N> p;
+    if constexpr (N > 1) {
+#pragma unroll
+        for (int i = 0; i < (int)(N * sizeof(Type) / PACK_BYTES); i++) {
+            uint4 four = ((const uint4 *)from)[i];
+            p.word[4 * i] = four.x;
+            p.word[4 * i + 1] = four.y;
+            p.word[4 * i + 2] = four.z;
+            p.word[4 * i + 3] = four.w;
+        }
+    } else if constexpr (sizeof(Type) == 4) {
+        p.word[0] = *(const uint32_t *)from;
+    } else {
+        p.word[0] = *(const uint16_t *)from;
+    }
+    return p;
+}
+
+template <int N, typename Type>
+static __device__ __forceinline__ void pack_store(Type *to, const struct pack<Type, N> &p)
+{
+    if constexpr (N > 1) {
+#pragma unroll
+        for (int i = 0; i < (int)(N * sizeof(Type) / PACK_BYTES); i++)
+            ((uint4 *)to)[i] =
+                make_uint4(p.word[4 * i], p.word[4 * i + 1], p.word[4 * i + 2], p.word[4 * i + 3]);
+    } else if constexpr (sizeof(Type) == 4) {
+        *(uint32_t *)to = p.word[0];
+    } else {
+        *(uint16_t *)to = (uint16_t)p.word[0];
+    }
+}
+
+template <typename Type, int N>
+static __device__ __forceinline__ struct pack<Type, N> pack_zero(void) {
+    struct pack<Type, N> p;
+#pragma unroll
+    for (int i = 0; i < (int)(sizeof(p.word) / sizeof(p.word[0])); i++)
+        p.word[i] = 0;
+    return p;
+}
+
+// Element i in fp32.
+template <int N>
+static __device__ __forceinline__ float pack_value(const struct pack<float, N> &p, int i)
+{
+    return __uint_as_float(p.word[i]);
+}
+
+template <int N>
+static __device__ __forceinline__ float pack_value(const struct pack<bf16_t, N> &p, int i)
+{
+    return __uint_as_float(i % 2 == 0 ? p.word[i / 2] << 16 : p.word[i / 2] & 0xffff0000u);
+}
+
+// Keeps a pack packed: the compiler may not hold its fp32 values in registers from before to after.
+template <typename Type, int N>
+static __device__ __forceinline__ void pack_hold(struct pack<Type, N> &p)
+{
+#pragma unroll
+    for (int i = 0; i < (int)(sizeof(p.word) / sizeof(p.word[0])); i++)
+        asm volatile("" : "+r"(p.word[i]));
+}
+
+// Rounds fp32 values to the elements.
+template <int N>
+static __device__ __forceinline__ void pack_set(struct pack<float, N> &p, const float (&value)[N])
+{
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        p.word[i] = __float_as_uint(value[i]);
+}
+
+template <int N>
+static __device__ __forceinline__ void pack_set(struct pack<bf16_t, N> &p, const float (&value)[N])
+{
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+        bf16_t low = __float2bfloat16_rn(value[i]);
+        bf16_t high = __float2bfloat16_rn(i + 1 < N ? value[i + (i + 1 < N)] : 0.0f);
+        p.word[i / 2] = (uint32_t)__bfloat16_as_ushort(low) | (uint32_t)__bfloat16_as_ushort(high)
+                                                                  << 16;
+    }
+}
+
+template <int N, typename Type>
+static __device__ __forceinline__ void store_values(Type *to, const float (&value)[N])
+{
+    struct pack<Type, N> p;
+    pack_set(p, value);
+    pack_store(to, p);
+}
+
+// Whether packs may be used at an address (NULL: not used), and for a width or stride in elements of
+// which one pack has n.
+static inline bool packs_at(const void *pointer)
+{
+    return (uintptr_t)pointer % PACK_BYTES == 0;
+}
+
+static inline bool packs_in(int64_t elements, int n)
+{
+    return elements % n == 0;
+}
+
+static inline int64_t round_up(int64_t a, int64_t b)
+{
+    return divide_up(a, b) * b;
+}
+
+#endif
