@@ -431,6 +431,13 @@ static struct place *wait_for_row(struct prefetch *prefetch)
     return place;
 }
 
+static void lend(struct prefetch *prefetch, struct place *place, struct row **row)
+{
+    place->state = PLACE_BORROWED;
+    prefetch->wanted++;
+    *row = &place->row;
+}
+
 int prefetch_next(struct prefetch *prefetch, struct row **row, double *wait_seconds,
                   struct error *err)
 {
@@ -442,9 +449,7 @@ int prefetch_next(struct prefetch *prefetch, struct row **row, double *wait_seco
     if (place != NULL && place->failed >= 0) {
         result = error_set(err, "%s", place->error.text);
     } else if (place != NULL) {
-        place->state = PLACE_BORROWED;
-        prefetch->wanted++;
-        *row = &place->row;
+        lend(prefetch, place, row);
         result = 1;
     } else if (prefetch->stall.text[0] != '\0') {
         result = error_set(err, "%s", prefetch->stall.text);
@@ -454,6 +459,17 @@ int prefetch_next(struct prefetch *prefetch, struct row **row, double *wait_seco
     pthread_mutex_unlock(&prefetch->lock);
     *wait_seconds = timer_now() - start;
     return result;
+}
+
+bool prefetch_try_next(struct prefetch *prefetch, struct row **row)
+{
+    pthread_mutex_lock(&prefetch->lock);
+    struct place *place = place_of_turn(prefetch, prefetch->wanted);
+    bool ready = place != NULL && place->failed < 0;
+    if (ready)
+        lend(prefetch, place, row);
+    pthread_mutex_unlock(&prefetch->lock);
+    return ready;
 }
 
 void prefetch_return(struct prefetch *prefetch, struct row *row)

@@ -11,6 +11,7 @@
 #include "trainer/resume.h"
 #include "trainer/session.h"
 #include "trainer/signals.h"
+#include "trainer/validation.h"
 
 static void write_block(void *context, uint64_t doc_id, int32_t position, int32_t accepted)
 {
@@ -74,8 +75,12 @@ static int evaluate(const struct options *options, struct session *session, stru
     if (options->blocks != NULL && (blocks = fopen(options->blocks, "we")) == NULL)
         return error_set(err, "--blocks %s: %s", options->blocks, strerror(errno));
     step->stop = signals_stop;
-    int status = session_validate(session, step, options->rows, &metrics, &walk,
-                                  blocks != NULL ? write_block : NULL, blocks, err);
+    struct validation *validation = NULL;
+    int status = validation_open(&validation, session, step, options->rows, err);
+    if (status == 0)
+        status = validation_run(validation, step, &metrics, &walk,
+                                blocks != NULL ? write_block : NULL, blocks, err);
+    validation_close(validation);
     if (blocks != NULL && fclose(blocks) != 0 && status == 0)
         status = error_set(err, "--blocks %s: %s", options->blocks, strerror(errno));
     if (status == 1)

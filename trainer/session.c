@@ -6,7 +6,6 @@
 
 #include "base/log.h"
 #include "base/rng.h"
-#include "data/prefetch.h"
 
 static void drop_texts(struct config_texts *texts)
 {
@@ -42,7 +41,7 @@ static int refuse_key(const struct config *config, int line, struct error *err, 
     return error_set(err, "%s", text);
 }
 
-static int check_built(const struct config *config, struct error *err)
+int session_check_built(const struct config *config, struct error *err)
 {
     if (config->drafter.kind != DRAFTER_DFLASH)
         return refuse_key(config, config->lines.drafter.kind, err,
@@ -145,7 +144,7 @@ const struct documents *session_documents(const struct session *session)
 int session_open(struct session *session, struct config *config, int needs, struct error *err)
 {
     *session = (struct session){.config = config};
-    if (check_built(config, err) != 0 || open_documents(session, needs, err) != 0)
+    if (session_check_built(config, err) != 0 || open_documents(session, needs, err) != 0)
         return -1;
     if (!session->has_train && !session->has_val)
         return error_set(err, "data.val: required; feature shards to score");
@@ -236,58 +235,4 @@ void session_steps_release(struct session_steps *steps)
 {
     free(steps->epoch_rows);
     *steps = (struct session_steps){.epoch_rows = NULL};
-}
-
-struct validation_rows {
-    const struct session *session;
-    int64_t rows; // 0: all
-};
-
-static void validation_packing(void *context, uint64_t epoch, struct packing *packing)
-{
-    const struct validation_rows *wanted = context;
-    (void)epoch;
-    packing_make(packing, &wanted->session->val, wanted->session->config->data.seq_len, 0, 0,
-                 false);
-    if (wanted->rows > 0 && wanted->rows < packing->rows)
-        packing->rows = wanted->rows;
-}
-
-int session_validate(const struct session *session, struct step *step, int64_t rows,
-                     struct metrics *metrics, struct walk *walk, walk_block_fn *visit,
-                     void *context, struct error *err)
-{
-    const struct config *config = session->config;
-    struct validation_rows wanted = {session, rows};
-    struct prefetch_options options = {.depth = 1,
-                                       .threads = 1,
-                                       .on_bad_sample = config->data.on_bad_sample,
-                                       .seq_len = config->data.seq_len,
-                                       .host_alloc = session->backend->host_alloc,
-                                       .host_free = session->backend->host_free,
-                                       .stop = step->stop,
-                                       .stop_context = step->stop_context};
-    struct source *source = NULL;
-    struct prefetch *prefetch = NULL;
-    int status = -1;
-    if (source_open_shards(&source, &session->val, config->data.check_crc, err) != 0)
-        return -1;
-    if (prefetch_open(&prefetch, source, &options, validation_packing, &wanted, 0, 0, 1, err) != 0)
-        goto out;
-    struct row *row = NULL;
-    double wait = 0.0;
-    while ((status = prefetch_next(prefetch, &row, &wait, err)) == 1) {
-        int stopped = step_evaluate(step, row, metrics, walk, visit, context);
-        prefetch_return(prefetch, row);
-        if (stopped) {
-            status = 1;
-            break;
-        }
-    }
-    status = status == 2 ? 1 : status;
-out:
-    if (prefetch != NULL)
-        prefetch_close(prefetch);
-    source_close(source);
-    return status;
 }

@@ -30,6 +30,9 @@ struct session {
 int session_config(struct config *config, const char *file, const char *const *sets,
                    size_t set_count, int needs, struct error *err);
 
+// Refuses what the config may say and this version can not do.
+int session_check_built(const struct config *config, struct error *err);
+
 // Opens everything and checks it against each other; nothing has been written when it fails, and every
 // fault is one of config or data (exit status 2).
 int session_open(struct session *session, struct config *config, int needs, struct error *err);
@@ -53,11 +56,5 @@ struct session_steps {
 };
 void session_count_steps(const struct session *session, struct session_steps *steps);
 void session_steps_release(struct session_steps *steps);
-
-// Rows of the validation shards: the documents' own order, `rows` at most (0: all). Scores them with
-// `step` and adds up. Returns 0, 1 when stopped, -1 with err.
-int session_validate(const struct session *session, struct step *step, int64_t rows,
-                     struct metrics *metrics, struct walk *walk, walk_block_fn *visit,
-                     void *context, struct error *err);
 
 #endif

@@ -6,7 +6,6 @@
 #include <string.h>
 
 #include "base/log.h"
-#include "base/timer.h"
 
 static enum dtype compute_type(const struct step_setup *setup)
 {
@@ -46,8 +45,10 @@ static void plan_state(struct step *step, struct arena *arena)
     if (!t->tied)
         step->head = arena_take(arena, "target", "lm_head", type, t->head.rows, t->hidden_size, 1);
     step->norm = arena_take(arena, "target", "norm", type, t->hidden_size, 1, 1);
-    step->features = arena_take(arena, "features", "hidden_states", DTYPE_BF16,
-                                s->config->data.seq_len, s->planes, t->hidden_size);
+    for (int i = 0; i < STEP_STAGES; i++)
+        step->stage.places[i].features =
+            arena_take(arena, "features", i == 0 ? "hidden_states" : "next_hidden_states",
+                       DTYPE_BF16, s->config->data.seq_len, s->planes, t->hidden_size);
 }
 
 static void plan_model(struct step *step, struct arena *arena)
@@ -184,6 +185,7 @@ int step_open(struct step *step, const struct step_setup *setup, struct error *e
     step->memory = backend->alloc(step->arena.bytes);
     arena_place(&step->arena, step->memory, step->arena.bytes);
     plan_pass(step, &step->arena);
+    step_stage_open(&step->stage, backend);
     open_host(step);
     dflash_open(&step->dflash, backend, step->stream);
     load_frozen(step, &setup->target->embed, step->embed);
@@ -203,6 +205,9 @@ void step_close(struct step *step)
     free(step->accepted);
     free(step->slots);
     free(step->h_squares);
+    if (step->stream != NULL)
+        step->setup.backend->sync(step->stream);
+    step_stage_close(&step->stage);
     if (step->memory != NULL)
         step->setup.backend->free(step->memory);
     if (step->stream != NULL)
@@ -240,21 +245,19 @@ void step_save(struct step *step, struct model_state *state)
     backend->sync(step->stream);
 }
 
-void step_begin(struct step *step)
+static void lap(struct step *step, enum step_part part)
 {
-    step->setup.backend->zero(step->stream, step->grads,
-                              (size_t)step->setup.params->elements * sizeof(float));
-    step->metrics = (struct metrics){0};
-    step->seconds = (struct step_seconds){0};
-    step->rows = 0;
+    step_clock_lap(&step->clock, step->setup.backend, step->stream, part);
 }
 
-// Time since *mark, which moves to now.
-static double lap(double *mark)
+void step_begin(struct step *step)
 {
-    double now = timer_now(), before = *mark;
-    *mark = now;
-    return now - before;
+    step_clock_start(&step->clock, step->setup.backend, step->stream);
+    step->setup.backend->zero(step->stream, step->grads,
+                              (size_t)step->setup.params->elements * sizeof(float));
+    lap(step, STEP_OPTIMIZER);
+    step->metrics = (struct metrics){0};
+    step->rows = 0;
 }
 
 static bool stopped(const struct step *step)
@@ -268,14 +271,13 @@ static void run_group(struct step *step, const struct row *row, int64_t first, i
 {
     const struct step_setup *s = &step->setup;
     const struct backend *backend = s->backend;
-    double mark = timer_now();
     const void *hidden =
         dflash_group_forward(&step->dflash, backend, step->stream, step->anchors + first, count);
-    step->seconds.forward += lap(&mark);
+    lap(step, STEP_FORWARD);
     int64_t slots = slots_make(row, &step->layout, step->anchors + first, count, step->slots);
     struct loss_group group = {.rows = count * s->sizes->block_size,
                                .hidden = hidden,
-                               .features = step->features,
+                               .features = step->dflash.features,
                                .tokens = row->tokens,
                                .planes = s->planes,
                                .last_plane = s->last_plane,
@@ -283,13 +285,14 @@ static void run_group(struct step *step, const struct row *row, int64_t first, i
                                .slot_count = slots,
                                .dhidden = gradient ? dflash_group_gradient(&step->dflash) : NULL};
     loss_group_run(&step->loss, backend, step->stream, &group, &step->results);
+    step_clock_read(&step->clock, backend, step->stream);
+    lap(step, STEP_LOSS);
+    if (gradient)
+        dflash_group_backward(&step->dflash, backend, step->stream, last);
+    lap(step, STEP_BACKWARD);
     metrics_count_slots(metrics, step->slots, slots, &step->results, count, step->accepted + first);
     if (step->observer != NULL)
         step->observer->group(step->observer->context, first, step->slots, slots, &step->results);
-    step->seconds.loss += lap(&mark);
-    if (gradient)
-        dflash_group_backward(&step->dflash, backend, step->stream, last);
-    step->seconds.backward += lap(&mark);
 }
 
 // Context, then all groups of step->anchors[0 .. count). 1: stopped.
@@ -298,13 +301,12 @@ static int run_row(struct step *step, const struct row *row, int64_t count, bool
 {
     const struct step_setup *s = &step->setup;
     int64_t per_group = s->execution->group_rows / s->sizes->block_size;
-    double mark = timer_now();
-    s->backend->copy_in(step->stream, step->features, row->hidden,
-                        (size_t)(row->tokens * s->planes * s->target->hidden_size) * sizeof(bf16));
+    const bf16 *features = step_stage_take(&step->stage, step->stream, row)->features;
+    lap(step, STEP_BETWEEN);
     // Noise belongs to training: a row that is scored is seen as it is when serving.
-    dflash_context_forward(&step->dflash, s->backend, step->stream, row, step->features, gradient,
+    dflash_context_forward(&step->dflash, s->backend, step->stream, row, features, gradient,
                            (uint64_t)s->config->run.seed);
-    step->seconds.forward += lap(&mark);
+    lap(step, STEP_FORWARD);
     for (int64_t first = 0; first < count; first += per_group) {
         if (stopped(step))
             return 1;
@@ -341,6 +343,11 @@ static void count_row(struct metrics *metrics, const struct row *row)
     metrics->bad_documents += (double)row->bad_documents;
 }
 
+void step_stage_row(struct step *step, const struct row *row)
+{
+    step_stage_put(&step->stage, step->stream, row);
+}
+
 // Adds the gradients of step->anchors[0 .. count). 1: stopped.
 static int train_row(struct step *step, const struct row *row, int64_t count)
 {
@@ -350,8 +357,10 @@ static int train_row(struct step *step, const struct row *row, int64_t count)
     if (step->observer != NULL)
         step->observer->row(step->observer->context, row, step->anchors, count);
     step->rows++;
-    if (count == 0)
-        return 0; // nothing to predict: this row adds zeros
+    if (count == 0) { // nothing to predict: this row adds zeros
+        step_stage_drop(&step->stage, row);
+        return 0;
+    }
     return run_row(step, row, count, true, &step->metrics);
 }
 
@@ -423,13 +432,12 @@ static void update(struct step *step, double lr, int64_t applied_step, double gr
                                           .grad_scale = grad_scale,
                                           .step = applied_step});
     }
-    step->setup.backend->sync(step->stream);
 }
 
 void step_apply(struct step *step, double lr, int64_t applied_step, struct step_outcome *outcome)
 {
     const struct config *config = step->setup.config;
-    double mark = timer_now();
+    lap(step, STEP_BETWEEN);
     *outcome = (struct step_outcome){.clip_factor = 1.0};
     outcome->weight_sum =
         config->loss.normalize == NORMALIZE_COUNT ? step->metrics.slots : step->metrics.weight;
@@ -449,7 +457,9 @@ void step_apply(struct step *step, double lr, int64_t applied_step, struct step_
         outcome->clip_factor = clip / outcome->grad_norm;
     update(step, lr, applied_step, outcome->clip_factor / outcome->weight_sum);
     outcome->applied = true;
-    step->seconds.optimizer += lap(&mark);
+    lap(step, STEP_OPTIMIZER);
+    step->setup.backend->sync(step->stream);
+    step_clock_read(&step->clock, step->setup.backend, step->stream);
 }
 
 int step_evaluate(struct step *step, const struct row *row, struct metrics *metrics,
@@ -461,7 +471,9 @@ int step_evaluate(struct step *step, const struct row *row, struct metrics *metr
     metrics->anchors += (double)count;
     metrics->valid_anchors += (double)count;
     metrics->covered += covered_positions(step, row, count);
-    if (count > 0 && run_row(step, row, count, false, metrics) != 0)
+    if (count == 0)
+        step_stage_drop(&step->stage, row);
+    else if (run_row(step, row, count, false, metrics) != 0)
         return 1;
     int64_t drafts = sizes->block_size - (sizes->predict_from_anchor ? 0 : 1);
     walk_row(walk, row, step->anchors, step->accepted, count, drafts, visit, context);

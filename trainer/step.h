@@ -9,6 +9,8 @@
 #include "loss/loss.h"
 #include "trainer/execution.h"
 #include "trainer/model_state.h"
+#include "trainer/step_clock.h"
+#include "trainer/step_stage.h"
 
 struct step_setup {
     const struct config *config;
@@ -34,10 +36,6 @@ struct step_observer {
                   const struct slot_results *results);
 };
 
-struct step_seconds {
-    double forward, loss, backward, optimizer;
-};
-
 struct step {
     struct step_setup setup;
     struct stream *stream;
@@ -47,7 +45,7 @@ struct step {
     void *weights; // compute dtype; the masters themselves when computing in fp32
     float *master, *m, *v, *grads;
     void *embed, *head, *norm;         // frozen, compute dtype
-    bf16 *features;                    // [seq_len, P, H]
+    struct step_stage stage;           // features
     double *squares, *squares_scratch; // [param count], [SUM_SQUARES_PARTS]
     double *h_squares;
     struct dflash dflash;
@@ -57,8 +55,8 @@ struct step {
     int32_t *anchors, *accepted; // [seq_len] host
     struct slot *slots;          // [group_rows] host
     struct slot_results results;
-    struct metrics metrics; // since step_begin
-    struct step_seconds seconds;
+    struct metrics metrics;               // since step_begin
+    struct step_clock clock;              // since step_begin
     int64_t rows;                         // since step_begin
     const struct step_observer *observer; // NULL: none
     // Asked between groups; true: give up the running step.
@@ -78,7 +76,10 @@ void step_save(struct step *step, struct model_state *state);
 
 // Clears gradients and sums.
 void step_begin(struct step *step);
-// Adds a row's gradients. Returns 1 when stop() asked to give up (the gradients are then useless).
+// Starts copying the features of a row that step_row or step_evaluate is to run soon: at most one row
+// besides the one that runs next or is running. It must stay as it is until it has been run.
+void step_stage_row(struct step *step, const struct row *row);
+// Adds a row's gradients; when it returns, the row is not read any more. Returns 1 when stop() asked to give up (the gradients are then useless).
 int step_row(struct step *step, const struct row *row);
 // The same at given positions, ascending, instead of drawn anchors.
 int step_row_anchors(struct step *step, const struct row *row, const int32_t *anchors,

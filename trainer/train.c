@@ -16,6 +16,7 @@
 #include "trainer/schedule.h"
 #include "trainer/session.h"
 #include "trainer/signals.h"
+#include "trainer/validation.h"
 
 enum { NAMED_DOCUMENTS = 16 }; // documents of a step that an error lists
 
@@ -30,6 +31,8 @@ struct run {
     struct checkpoint_info info;
     struct source *source;
     struct prefetch *prefetch;
+    struct row *next_row; // taken from prefetch and staged; NULL: none
+    struct validation *validation;
     struct counters counters;
     struct session_steps steps;
     int64_t saved_step; // newest step handed to the writer
@@ -112,6 +115,22 @@ static void remember_documents(struct run *run, const struct row *row)
             run->step_docs[run->step_doc_count] = row->doc_ids[d];
 }
 
+// The next row, whose features are on their way. Returns as prefetch_next does.
+static int take_row(struct run *run, struct row **row, struct error *err)
+{
+    double wait = 0.0;
+    if (run->next_row != NULL) {
+        *row = run->next_row;
+        run->next_row = NULL;
+        return 1;
+    }
+    int got = prefetch_next(run->prefetch, row, &wait, err);
+    run->wait_seconds += wait;
+    if (got == 1)
+        step_stage_row(&run->step, *row);
+    return got;
+}
+
 // All micro-steps of the next step. 0: done, 1: stopped by a signal, -1: failed.
 static int run_rows(struct run *run, int64_t rows, struct error *err)
 {
@@ -120,15 +139,15 @@ static int run_rows(struct run *run, int64_t rows, struct error *err)
     run->step_doc_count = 0;
     for (int64_t r = 0; r < rows; r++) {
         struct row *row = NULL;
-        double wait = 0.0;
-        int got = prefetch_next(run->prefetch, &row, &wait, err);
+        int got = take_row(run, &row, err);
         if (got < 0)
             return -1;
         if (got == 2)
             return 1;
         if (got == 0)
             BUG("the data ended before step %lld", (long long)run->counters.step + 1);
-        run->wait_seconds += wait;
+        if (prefetch_try_next(run->prefetch, &run->next_row))
+            step_stage_row(&run->step, run->next_row);
         run->read_seconds += row->read_seconds;
         run->read_bytes += (double)row->read_bytes;
         remember_documents(run, row);
@@ -176,7 +195,7 @@ static int report_step(struct run *run, const struct step_outcome *outcome, int6
     double weights[LOSS_TERM_COUNT];
     for (int term = 0; term < LOSS_TERM_COUNT; term++)
         weights[term] = (double)run->step.loss.weight[term];
-    const struct step_seconds *part = &run->step.seconds;
+    const double *part = run->step.clock.seconds;
     struct step_report report = {.step = run->counters.step,
                                  .total_steps = run->steps.total,
                                  .epoch = epoch,
@@ -191,10 +210,10 @@ static int report_step(struct run *run, const struct step_outcome *outcome, int6
                                  .seconds = seconds,
                                  .wait_seconds = run->wait_seconds,
                                  .read_seconds = run->read_seconds,
-                                 .forward_seconds = part->forward,
-                                 .loss_seconds = part->loss,
-                                 .backward_seconds = part->backward,
-                                 .optimizer_seconds = part->optimizer,
+                                 .forward_seconds = part[STEP_FORWARD],
+                                 .loss_seconds = part[STEP_LOSS],
+                                 .backward_seconds = part[STEP_BACKWARD],
+                                 .optimizer_seconds = part[STEP_OPTIMIZER],
                                  .save_seconds = run->save_seconds,
                                  .read_bytes = run->read_bytes,
                                  .memory_bytes = peak_memory()};
@@ -254,8 +273,7 @@ static int validate(struct run *run, bool *best, struct error *err)
     struct walk walk = {0};
     struct counters *c = &run->counters;
     double start = timer_now();
-    int status = session_validate(&run->session, &run->step, run->config.validation.rows, &metrics,
-                                  &walk, NULL, NULL, err);
+    int status = validation_run(run->validation, &run->step, &metrics, &walk, NULL, NULL, err);
     if (status != 0)
         return status;
     double accept_len = walk_accept_len(&walk);
@@ -383,6 +401,9 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
         run_folder_start(&run->folder, resume->path != NULL ? &run->counters : NULL,
                          config->log.tensorboard, err) != 0)
         return -1;
+    if (session->has_val &&
+        validation_open(&run->validation, session, &run->step, config->validation.rows, err) != 0)
+        return -1;
     return open_prefetch(run, err);
 }
 
@@ -412,13 +433,14 @@ static int open_run(struct run *run, int *status, struct error *err)
 
 static void close_run(struct run *run)
 {
+    step_close(&run->step); // ends copies from rows that prefetch frees
+    validation_close(run->validation);
     if (run->prefetch != NULL)
         prefetch_close(run->prefetch);
     if (run->source != NULL)
         source_close(run->source);
     if (run->writer != NULL)
         checkpoint_writer_close(run->writer);
-    step_close(&run->step);
     run_folder_close(&run->folder);
     session_close(&run->session);
     config_release(&run->config);
