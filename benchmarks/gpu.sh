@@ -145,7 +145,7 @@ wanted kernels && check "${LIMIT:-60}" "timed kernels" kernels "$BUILD/benchmark
 for name in attention loss; do
     wanted $name && check "${LIMIT:-60}" "timed $name" $name "$BUILD/benchmarks/bench_$name"
 done
-wanted data && check "${LIMIT:-60}" "timed data" data "$BUILD/benchmarks/bench_data"
+wanted data && check "${LIMIT:-60}" "timed data" data "$BUILD/benchmarks/bench_data" "$BUILD"
 wanted steps && check "${STEPS_LIMIT:-300}" "timed steps" steps python3 benchmarks/step.py --dtrain "$BUILD/dtrain" \
     --settings "${STEPS:-all}" --folder $INPUTS --json "$OUT/steps.json"
 wanted peer && PYTHONPATH=$site check "${PEER_LIMIT:-240}" "timed peer" peer python3 benchmarks/against_speculators.py \
