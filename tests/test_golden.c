@@ -1,5 +1,6 @@
 // Whole steps against files made in float64 by tests/reference: config, target, rows, anchors,
-// parameters and moments from the file; every slot, gradient and updated weight compared with it.
+// parameters and moments from the file; every slot, gradient and updated weight compared with it. On the
+// backend named on the command line: cpu, cuda, cuda-generic.
 #include <glob.h>
 #include <math.h>
 #include <setjmp.h>
@@ -266,11 +267,11 @@ static void check_gradients(const struct golden *g)
 {
     const struct step_fixture *f = &g->fixture;
     size_t n = (size_t)f->params.elements;
-    float *want = memory_alloc(n, sizeof(*want)), *got = memory_alloc(n, sizeof(*got));
+    float *want = memory_alloc(n, sizeof(*want)), *got = step_fixture_fetch(f, f->step.grads);
     double divisor = divisor_of(f);
     read_params(g, "grad", want);
-    for (size_t i = 0; i < n; i++)
-        got[i] = divisor > 0.0 ? (float)((double)f->step.grads[i] / divisor) : f->step.grads[i];
+    for (size_t i = 0; i < n && divisor > 0.0; i++)
+        got[i] = (float)((double)got[i] / divisor);
     step_fixture_compare(f, got, want, tolerance, "gradient");
     free(want);
     free(got);
@@ -283,12 +284,12 @@ static void check_updated(const struct golden *g)
     const struct step_fixture *f = &g->fixture;
     size_t n = (size_t)f->params.elements;
     float *want = memory_alloc(n, sizeof(*want)), *gradient = memory_alloc(n, sizeof(*gradient));
-    float *got = memory_alloc(n, sizeof(*got));
+    float *got = step_fixture_fetch(f, f->step.master);
     read_params(g, "updated", want);
     read_params(g, "grad", gradient);
     for (size_t i = 0; i < n; i++)
-        got[i] = fabs((double)gradient[i]) < 100.0 * f->config.optimizer.eps ? want[i]
-                                                                             : f->step.master[i];
+        if (fabs((double)gradient[i]) < 100.0 * f->config.optimizer.eps)
+            got[i] = want[i];
     step_fixture_compare(f, got, want, tolerance, "updated");
     free(got);
     free(gradient);
@@ -300,22 +301,26 @@ static void check_updated(const struct golden *g)
 static void check_change(struct golden *g)
 {
     struct step_fixture *f = &g->fixture;
+    const struct backend *backend = step_fixture_backend();
     struct step_outcome outcome;
     size_t n = (size_t)f->params.elements;
-    float *want = memory_alloc(n, sizeof(*want)), *got = memory_alloc(n, sizeof(*got));
+    float *want = memory_alloc(n, sizeof(*want));
     step_load(&f->step, &f->state);
-    read_params(g, "grad", f->step.grads);
+    read_params(g, "grad", want);
     for (size_t i = 0; i < n; i++)
-        f->step.grads[i] = (float)((double)f->step.grads[i] * divisor_of(f));
+        want[i] = (float)((double)want[i] * divisor_of(f));
+    backend->copy_in(f->step.stream, f->step.grads, want, n * sizeof(float));
+    backend->sync(f->step.stream);
     step_apply(&f->step, scalar_of(g, "scalar.lr"), (int64_t)scalar_of(g, "scalar.step"), &outcome);
+    float *got = step_fixture_fetch(f, f->step.master);
+    if (outcome.empty)
+        assert_memory_equal(got, f->state.master, n * sizeof(float));
     read_params(g, "updated", want);
     for (size_t i = 0; i < n; i++) {
         want[i] -= f->state.master[i];
-        got[i] = f->step.master[i] - f->state.master[i];
+        got[i] -= f->state.master[i];
     }
     step_fixture_compare(f, got, want, tolerance, "change");
-    if (outcome.empty)
-        assert_memory_equal(f->step.master, f->state.master, n * sizeof(float));
     free(want);
     free(got);
 }
@@ -497,10 +502,15 @@ static int is_step(const char *path)
 
 enum { MOST_FILES = 64, LEAST_STEPS = 12 };
 
-int main(void)
+int main(int argc, char **argv)
 {
     static struct CMUnitTest tests[MOST_FILES + 1];
+    struct test_backend on;
     size_t count = 0;
+    int status = test_backend_named(&on, argc > 1 ? argv[1] : "cpu");
+    if (status != 0)
+        return status;
+    step_fixture_use(&on);
     glob_t found;
     if (glob(GOLDEN "/*.safetensors", 0, NULL, &found) != 0 || found.gl_pathc > MOST_FILES)
         return 1;
@@ -511,8 +521,9 @@ int main(void)
                                                  .initial_state = found.gl_pathv[i]};
     if (count < LEAST_STEPS) // a file that does not open would go unseen
         return 1;
-    tests[count++] = (struct CMUnitTest)cmocka_unit_test(recorded_terms);
-    int failed = _cmocka_run_group_tests("golden", tests, count, NULL, NULL);
+    if (strcmp(on.name, "cpu") == 0)
+        tests[count++] = (struct CMUnitTest)cmocka_unit_test(recorded_terms);
+    int failed = _cmocka_run_group_tests(on.name, tests, count, NULL, NULL);
     globfree(&found);
     return failed;
 }

@@ -11,48 +11,40 @@
 #include <cmocka.h>
 
 #include "tests/kernel_cases.h"
+#include "tests/support/backends.h"
 
-enum { SKIPPED = 77, THREADS = 2 };
+enum { THREADS = 2 };
 
 struct test_case {
-    const struct backend *backend;
-    bool generic;
+    const struct test_backend *on;
     const struct kernel_case *c;
     char name[CASE_NAME];
 };
 
-static struct stream *open_stream(const struct test_case *test, int threads)
-{
-    return test->backend->stream_open(
-        &(struct stream_options){.threads = threads,
-                                 .workspace_bytes = test->backend->stream_workspace_bytes(threads),
-                                 .generic = test->generic});
-}
-
 static void runs_as_expected(void **state)
 {
     const struct test_case *test = *state;
-    struct stream *stream = open_stream(test, THREADS);
+    struct stream *stream = test_backend_stream(test->on, THREADS);
     struct kernel_run run;
     kernel_case_build(test->c, &run);
     kernel_case_expect(test->c, &run);
-    kernel_run_send(&run, test->backend, stream);
+    kernel_run_send(&run, test->on->backend, stream);
     kernel_case_call(test->c, &run);
     bool ok = kernel_run_check(&run, test->name, test->c->seed, test->c->bounds);
     kernel_run_free_device(&run);
     kernel_run_release(&run);
-    test->backend->stream_close(stream);
+    test->on->backend->stream_close(stream);
     assert_true(ok);
 }
 
 static uint64_t digest_with(const struct test_case *test, struct kernel_run *run, int threads)
 {
-    struct stream *stream = open_stream(test, threads);
-    kernel_run_send(run, test->backend, stream);
+    struct stream *stream = test_backend_stream(test->on, threads);
+    kernel_run_send(run, test->on->backend, stream);
     kernel_case_call(test->c, run);
     uint64_t digest = kernel_run_digest(run);
     kernel_run_free_device(run);
-    test->backend->stream_close(stream);
+    test->on->backend->stream_close(stream);
     return digest;
 }
 
@@ -96,7 +88,7 @@ static void every_kernel_has_a_case(void **state)
 static void no_entry_is_missing(void **state)
 {
     const struct test_case *test = *state;
-#define KERNEL_SET(op) assert_true(test->backend->kernels->op != NULL);
+#define KERNEL_SET(op) assert_true(test->on->backend->kernels->op != NULL);
     KERNEL_LIST(KERNEL_SET)
 #undef KERNEL_SET
 }
@@ -104,8 +96,8 @@ static void no_entry_is_missing(void **state)
 static void memory_moves(void **state)
 {
     const struct test_case *test = *state;
-    const struct backend *backend = test->backend;
-    struct stream *stream = open_stream(test, THREADS);
+    const struct backend *backend = test->on->backend;
+    struct stream *stream = test_backend_stream(test->on, THREADS);
     enum { BYTES = 1027 };
     unsigned char *host = backend->host_alloc(BYTES);
     void *a = backend->alloc(BYTES), *b = backend->alloc(BYTES), *nothing = backend->alloc(0);
@@ -134,8 +126,8 @@ static void memory_moves(void **state)
 static void streams_wait_and_tell_time(void **state)
 {
     const struct test_case *test = *state;
-    const struct backend *backend = test->backend;
-    struct stream *stream = open_stream(test, THREADS);
+    const struct backend *backend = test->on->backend;
+    struct stream *stream = test_backend_stream(test->on, THREADS);
     struct stream *copies = backend->stream_open(&(struct stream_options){0});
     enum { BYTES = 1 << 25, LAST = STREAM_TIME_SLOTS - 1 };
     size_t left = 0, total = 0, left_after = 0;
@@ -180,33 +172,11 @@ static void names_and_seeds_differ(void **state)
         }
 }
 
-static bool is_generic(const char *name)
-{
-    return strcmp(name, "cuda-generic") == 0;
-}
-
-// NULL when it can not be used here; then the exit status to end with is set.
-static const struct backend *backend_named(const char *name, int *status)
-{
-    if (strcmp(name, "cpu") == 0)
-        return backend_cpu();
-    struct error why = {{0}};
-    bool cuda = strcmp(name, "cuda") == 0 || is_generic(name);
-    const struct backend *backend = cuda ? backend_cuda(&why) : NULL;
-    const char *required = getenv("REQUIRE_CUDA");
-    *status = !cuda || (required != NULL && strcmp(required, "1") == 0) ? EXIT_FAILURE : SKIPPED;
-    if (backend == NULL)
-        fprintf(stderr, "kernels on %s: %s: %s\n", name,
-                *status == SKIPPED ? "skipped" : "not possible", why.text);
-    return backend;
-}
-
 int main(int argc, char **argv)
 {
-    int status = EXIT_FAILURE;
-    const char *name = argc > 1 ? argv[1] : "cpu";
-    const struct backend *backend = backend_named(name, &status);
-    if (backend == NULL)
+    struct test_backend on;
+    int status = test_backend_named(&on, argc > 1 ? argv[1] : "cpu");
+    if (status != 0)
         return status;
     size_t most = 2 * (size_t)kernel_case_count + 5, count = 0;
     struct test_case *cases = calloc(most, sizeof(*cases));
@@ -215,8 +185,7 @@ int main(int argc, char **argv)
         if (kernel_cases[i].flags & CASE_BENCH)
             continue;
         struct test_case *test = &cases[count];
-        *test = (struct test_case){
-            .backend = backend, .generic = is_generic(name), .c = &kernel_cases[i]};
+        *test = (struct test_case){.on = &on, .c = &kernel_cases[i]};
         kernel_case_name(test->c, test->name);
         if (argc > 2 && strstr(test->name, argv[2]) == NULL)
             continue;
@@ -227,7 +196,7 @@ int main(int argc, char **argv)
             (struct CMUnitTest){cases[count].name, repeats_bitwise, NULL, NULL, &cases[count]};
         count++;
     }
-    cases[count] = (struct test_case){.backend = backend, .generic = is_generic(name)};
+    cases[count] = (struct test_case){.on = &on};
     struct CMUnitTest general[] = {
         {"every_kernel_has_a_case", every_kernel_has_a_case, NULL, NULL, &cases[count]},
         {"no_entry_is_missing", no_entry_is_missing, NULL, NULL, &cases[count]},
@@ -237,7 +206,7 @@ int main(int argc, char **argv)
     };
     memcpy(tests + count, general, sizeof(general));
     count += sizeof(general) / sizeof(general[0]);
-    int failed = _cmocka_run_group_tests(name, tests, count, NULL, NULL);
+    int failed = _cmocka_run_group_tests(on.name, tests, count, NULL, NULL);
     free(tests);
     free(cases);
     return failed == 0 ? EXIT_SUCCESS : EXIT_FAILURE;

@@ -20,7 +20,18 @@ static struct {
     const struct step *step; // whose head, vocabulary and loss buffers are meant
     struct head_rows rows;
     const float *noise;
+    struct test_backend on; // the backend below; CPU unless chosen
 } wrapped;
+
+void step_fixture_use(const struct test_backend *on)
+{
+    wrapped.on = *on;
+}
+
+static const struct backend *below(void)
+{
+    return wrapped.on.backend != NULL ? wrapped.on.backend : backend_cpu();
+}
 
 static void counted_gemm(struct stream *stream, const struct gemm *gemm)
 {
@@ -35,28 +46,42 @@ static void counted_gemm(struct stream *stream, const struct gemm *gemm)
         else
             BUG("the head is multiplied with something unknown");
     }
-    kernels_cpu.gemm(stream, gemm);
+    below()->kernels->gemm(stream, gemm);
 }
 
 static void forced_context_load(struct stream *stream, const struct context_load *op)
 {
     if (wrapped.noise == NULL) {
-        kernels_cpu.context_load(stream, op);
+        below()->kernels->context_load(stream, op);
         return;
     }
     struct context_load plain = *op;
     BUG_UNLESS(op->noise != NOISE_KIND_NONE && op->type == DTYPE_F32);
     plain.noise = NOISE_KIND_NONE;
-    kernels_cpu.context_load(stream, &plain);
-    for (int64_t i = 0; i < op->tokens * op->layers * op->hidden; i++)
-        ((float *)op->out)[i] += wrapped.noise[i];
+    below()->kernels->context_load(stream, &plain);
+    size_t count = (size_t)(op->tokens * op->layers * op->hidden), bytes = count * sizeof(float);
+    float *values = memory_alloc(count, sizeof(*values));
+    below()->copy_out(stream, values, op->out, bytes);
+    below()->sync(stream);
+    for (size_t i = 0; i < count; i++)
+        values[i] += wrapped.noise[i];
+    below()->copy_in(stream, op->out, values, bytes);
+    below()->sync(stream);
+    free(values);
 }
 
 // All ones is NaN in fp32, bf16 and fp64: what is read before it is written shows.
 static void *poisoned_alloc(size_t bytes)
 {
-    void *memory = backend_cpu()->alloc(bytes);
-    memset(memory, 0xff, bytes);
+    enum { PIECE = 1 << 20 };
+    struct stream *stream = below()->stream_open(&(struct stream_options){.threads = 1});
+    unsigned char *memory = below()->alloc(bytes), *ones = memory_alloc(PIECE, 1);
+    memset(ones, 0xff, PIECE);
+    for (size_t at = 0; at < bytes; at += PIECE)
+        below()->copy_in(stream, memory + at, ones, bytes - at < PIECE ? bytes - at : PIECE);
+    below()->sync(stream);
+    below()->stream_close(stream);
+    free(ones);
     return memory;
 }
 
@@ -64,10 +89,10 @@ const struct backend *step_fixture_backend(void)
 {
     static struct kernels kernels;
     static struct backend backend;
-    kernels = kernels_cpu;
+    kernels = *below()->kernels;
     kernels.gemm = counted_gemm;
     kernels.context_load = forced_context_load;
-    backend = *backend_cpu();
+    backend = *below();
     backend.kernels = &kernels;
     backend.alloc = poisoned_alloc;
     return &backend;
@@ -182,6 +207,8 @@ void step_fixture_resolve(struct step_fixture *f, const int64_t *layer_ids, int6
     if (execution_choose(&f->execution, &f->config, &f->sizes, step_fixture_backend(), &err) != 0)
         die("%s", err.text);
     f->execution.threads = 1; // more is slower for tensors this small
+    if (wrapped.on.generic)
+        snprintf(f->execution.kernels, sizeof(f->execution.kernels), "generic");
     model_state_open(&f->state, &f->params);
 }
 
@@ -309,6 +336,15 @@ const float *step_fixture_hidden(struct step_fixture *f, const struct row *row,
     dflash_context_forward(&step->dflash, step->setup.backend, step->stream, row, row->hidden,
                            false, 0);
     return dflash_group_forward(&step->dflash, step->setup.backend, step->stream, anchors, count);
+}
+
+float *step_fixture_fetch(const struct step_fixture *f, const float *flat)
+{
+    size_t count = (size_t)f->params.elements;
+    float *values = memory_alloc(count, sizeof(*values));
+    below()->copy_out(f->step.stream, values, flat, count * sizeof(*values));
+    below()->sync(f->step.stream);
+    return values;
 }
 
 // ---- comparing

@@ -1,5 +1,5 @@
-// A whole step over a made-up target and made-up rows, on a CPU backend that counts rows that meet
-// the target's head, hands out memory full of NaN, and can replace the noise.
+// A whole step over a made-up target and made-up rows, on a backend (the CPU's unless chosen) that
+// counts rows that meet the target's head, hands out memory full of NaN, and can replace the noise.
 //
 // Order: step_fixture_init, changes to config, execution, target or state, step_fixture_open, runs;
 // step_fixture_open again after further changes; step_fixture_release. One fixture is open at a time,
@@ -7,6 +7,7 @@
 #ifndef TESTS_SUPPORT_STEP_FIXTURE_H
 #define TESTS_SUPPORT_STEP_FIXTURE_H
 
+#include "tests/support/backends.h"
 #include "trainer/step.h"
 
 struct step_fixture_options {
@@ -48,8 +49,10 @@ struct step_fixture {
     int32_t seen_rows;
 };
 
+// The backend that fixtures initialised from now on run on.
+void step_fixture_use(const struct test_backend *on);
 void step_fixture_init(struct step_fixture *f, const struct step_fixture_options *options);
-// The backend that fixtures run on: the CPU's but for what the top of this file says.
+// That backend but for what the top of this file says.
 const struct backend *step_fixture_backend(void);
 // What a target, config and features count make: sizes, table of tensors, planes (the last one is the
 // last hidden state), execution on that backend, zeroed state. Called by step_fixture_init.
@@ -68,6 +71,8 @@ void step_fixture_begin(struct step_fixture *f);
 void step_fixture_run(struct step_fixture *f, const struct row *row, const int32_t *anchors,
                       int64_t count);
 struct head_rows step_fixture_head_rows(void);
+// A copy of the step's gradients, masters or moments [params->elements] in host memory; free() it.
+float *step_fixture_fetch(const struct step_fixture *f, const float *flat);
 // Noise [T, L, H] added to context features instead of the step's own; NULL: the step's own.
 void step_fixture_force_noise(const float *noise);
 // Drafter's hidden states [count * B, H] of blocks of a row, valid until the next call. Without noise;
