@@ -304,6 +304,25 @@ static void crc32c_known_answers(void **state)
         assert_int_equal(crc32c(crc32c(0, bytes, cut), bytes + cut, 32 - cut), 0x46dd794eu);
 }
 
+// Long inputs take other paths than single bytes do.
+static void crc32c_of_long_inputs(void **state)
+{
+    (void)state;
+    enum { LONGEST = 40000 };
+    static const size_t lengths[] = {9, 4096, 12287, 12288, 12289, 24576, 24583, LONGEST - 1};
+    unsigned char *bytes = memory_alloc(LONGEST, 1);
+    for (size_t i = 0; i < LONGEST; i++)
+        bytes[i] = (unsigned char)rng_mix(7, i);
+    for (size_t i = 0; i < sizeof(lengths) / sizeof(lengths[0]); i++) {
+        size_t first = i % 2; // odd addresses too
+        uint32_t expected = 11;
+        for (size_t j = 0; j < lengths[i]; j++)
+            expected = crc32c(expected, bytes + first + j, 1);
+        assert_int_equal(crc32c(11, bytes + first, lengths[i]), expected);
+    }
+    free(bytes);
+}
+
 static void errors_say_what_was_put_in(void **state)
 {
     (void)state;
@@ -347,6 +366,7 @@ int main(void)
         cmocka_unit_test(bf16_rounds_to_nearest_even),
         cmocka_unit_test(bf16_keeps_nan_and_itself),
         cmocka_unit_test(crc32c_known_answers),
+        cmocka_unit_test(crc32c_of_long_inputs),
         cmocka_unit_test(errors_say_what_was_put_in),
         cmocka_unit_test(nearest_word),
     };
