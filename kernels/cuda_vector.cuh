@@ -39,8 +39,9 @@ static __device__ __forceinline__ void pack_store(Type *to, const struct pack<Ty
     if constexpr (N > 1) {
 #pragma unroll
         for (int i = 0; i < (int)(N * sizeof(Type) / PACK_BYTES); i++)
-            ((uint4 *)to)[i] =
-                make_uint4(p.word[4 * i], p.word[4 * i + 1], p.word[4 * i + 2], p.word[4 * i + 3]);
+            // As an assignment it may be taken apart into four.
+            __stwb((uint4 *)to + i, make_uint4(p.word[4 * i], p.word[4 * i + 1], p.word[4 * i + 2],
+                                               p.word[4 * i + 3]));
     } else if constexpr (sizeof(Type) == 4) {
         *(uint32_t *)to = p.word[0];
     } else {
