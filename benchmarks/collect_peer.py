@@ -2,7 +2,7 @@
 """Downloads the wheels that against_speculators.py needs on a machine with PyTorch but no network.
 
     python3 benchmarks/collect_peer.py [FOLDER]                  FOLDER: .peer by default
-    python3 -m pip install --no-index --no-deps --target SITE FOLDER/*.whl        there; PYTHONPATH=SITE
+    for wheel in FOLDER/*.whl; do python3 -m zipfile -e $wheel SITE; done        there; PYTHONPATH=SITE
 
 For x86-64 Linux and Python 3.12 unless --python says another. torch, transformers, triton, pandas and the rest
 of what speculators imports are taken from that machine.
