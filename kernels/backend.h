@@ -14,6 +14,7 @@
 extern "C" {
 #endif
 
+struct gemm_algorithms;
 struct kernels;
 struct stream; // an ordered queue of work with its workspace and library handles; per backend
 
@@ -59,6 +60,15 @@ struct backend {
     double (*time_between)(struct stream *stream, int from, int to);
     // Memory of the device (CPU: of the machine) that is free now, and all of it.
     void (*memory)(size_t *free_bytes, size_t *total_bytes);
+    // Which algorithm products are computed with; all NULL on backends that have one only.
+    // Between gemm_record and gemm_tune the stream remembers its products. Then gemm_tune times them,
+    // for about so many seconds at most, takes what is fastest, and lists it. The operands keep their
+    // addresses and sizes and lose their contents: A and C of all, B of those whose A is transposed.
+    void (*gemm_record)(struct stream *stream);
+    void (*gemm_tune)(struct stream *stream, double seconds, struct gemm_algorithms *algorithms);
+    // Takes what was listed before. -1 when the library does not know an algorithm.
+    int (*gemm_obey)(struct stream *stream, const struct gemm_algorithms *algorithms,
+                     struct error *err);
 };
 
 // The CPU backend. Always there.

@@ -1,5 +1,5 @@
-// Owns the CUDA backend: device memory, pinned host memory, streams with their cuBLASLt handle and
-// workspace. Work runs on the current device of the process (the first that is visible).
+// Owns the CUDA backend: device memory, pinned host memory, streams with their workspace and
+// cuBLASLt handle. Work runs on the current device of the process (the first that is visible).
 #include "kernels/backend.h"
 
 #include <cublasLt.h>
@@ -11,6 +11,7 @@
 #include "base/log.h"
 #include "kernels/cuda_internal.cuh"
 #include "kernels/cuda_sizes.h"
+#include "kernels/gemm_algorithms.h"
 #include "kernels/kernels.h"
 
 enum {
@@ -135,8 +136,7 @@ static void cuda_stream_close(struct stream *stream)
     if (stream == NULL)
         return;
     cuda_check(cudaStreamSynchronize(stream->cuda));
-    if (stream->blas != NULL)
-        cublas_check(cublasLtDestroy(stream->blas));
+    gemm_state_close(stream->gemm);
     if (stream->workspace != NULL)
         cuda_free(stream->workspace);
     for (int slot = 0; slot < STREAM_TIME_SLOTS; slot++)
@@ -203,7 +203,8 @@ const struct backend *backend_cuda(struct error *why)
         "cuda",           &kernels_cuda,  cuda_describe,        cuda_alloc,       cuda_free,
         cuda_host_alloc,  cuda_host_free, cuda_copy_in,         cuda_copy_out,    cuda_copy,
         cuda_zero,        cuda_sync,      cuda_workspace_bytes, cuda_stream_open, cuda_stream_close,
-        cuda_stream_wait, cuda_time_mark, cuda_time_between,    cuda_memory,
+        cuda_stream_wait, cuda_time_mark, cuda_time_between,    cuda_memory,      gemm_record_cuda,
+        gemm_tune_cuda,   gemm_obey_cuda,
     };
     int devices = 0;
     cudaError_t status = cudaGetDeviceCount(&devices);

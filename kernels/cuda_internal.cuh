@@ -3,7 +3,6 @@
 #ifndef KERNELS_CUDA_INTERNAL_CUH
 #define KERNELS_CUDA_INTERNAL_CUH
 
-#include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -12,8 +11,7 @@
 #include "kernels/backend.h"
 #include "kernels/gemm.h"
 
-#define cuda_check(call)   cuda_check_status((call), #call, __FILE__, __LINE__)
-#define cublas_check(call) cublas_check_status((call), #call, __FILE__, __LINE__)
+#define cuda_check(call) cuda_check_status((call), #call, __FILE__, __LINE__)
 
 static inline void cuda_check_status(cudaError_t status, const char *call, const char *file,
                                      int line)
@@ -22,40 +20,19 @@ static inline void cuda_check_status(cudaError_t status, const char *call, const
         log_die(file, line, "CUDA: %s: %s", call, cudaGetErrorString(status));
 }
 
-static inline void cublas_check_status(cublasStatus_t status, const char *call, const char *file,
-                                       int line)
-{
-    if (status != CUBLAS_STATUS_SUCCESS)
-        log_die(file, line, "cuBLASLt: %s: %s", call, cublasLtGetStatusString(status));
-}
-
 // After every launch. Faults inside the kernel show at the next sync.
 #define launch_check() cuda_check(cudaGetLastError())
 
-// What decides which algorithm a product runs with.
-struct gemm_key {
-    int64_t m, n, k, lda, ldb, ldc;
-    int32_t transpose_a, transpose_b, in_type, out_type;
-    uint32_t align_a, align_b, align_c, align_d;
-};
-
-struct gemm_choice {
-    struct gemm_key key;
-    bool known;
-    cublasLtMatmulAlgo_t algorithm;
-};
-
-enum { GEMM_CHOICES = 256 };
+struct gemm_state; // the library's handle and which algorithm each product takes
 
 struct stream {
     cudaStream_t cuda;
     bool generic;     // no path that only some GPUs have: the option, or a GPU that is not sm_90
     cudaEvent_t done; // of the work queued before the last stream_wait for this stream
     cudaEvent_t times[STREAM_TIME_SLOTS];
-    cublasLtHandle_t blas; // NULL until the first product
+    struct gemm_state *gemm; // NULL until the first product
     void *workspace;
     size_t workspace_bytes;
-    struct gemm_choice choices[GEMM_CHOICES]; // by hash of the key; a later shape takes the place
 };
 
 // Element types of kernels: float, and bf16 for DTYPE_BF16.
@@ -124,6 +101,8 @@ static inline unsigned grid_size(int64_t blocks)
     BUG_UNLESS(blocks > 0 && blocks <= INT32_MAX);
     return (unsigned)blocks;
 }
+
+void gemm_state_close(struct gemm_state *state);
 
 // sum[i] += partial[0][i] + partial[1][i] + ..., in fp64; partial: [parts, width]
 void column_parts_add(struct stream *stream, float *sum, const float *partial, int parts,

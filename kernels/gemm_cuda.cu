@@ -1,77 +1,52 @@
-// Owns matrix products on CUDA, through cuBLASLt. A row-major C = op(A) op(B) is the column-major
-// C^T = op(B)^T op(A)^T of the same memory, so the library's first operand is B. The algorithm is the
-// first that the library proposes for a shape; splits of the inner dimension are allowed only where
-// their parts are added in a fixed order. fp32 is multiplied as fp32, never as TF32.
+// Owns matrix products on CUDA, through cuBLASLt. A product is computed with the algorithm that was
+// chosen for its bucket of rows, where there is one and it works at these sizes; else with the first
+// that the library proposes, which depends on sizes and alignment only. Splits of the inner dimension
+// are allowed only where their parts are added in a fixed order. fp32 is multiplied as fp32, never as
+// TF32. Does not own the choice (see gemm_tune_cuda.cu).
 #include "kernels/gemm.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "kernels/arguments.h"
-#include "kernels/cuda_internal.cuh"
+#include "kernels/gemm_cuda.cuh"
 
 static cudaDataType_t data_type(enum dtype type)
 {
     return is_bf16(type) ? CUDA_R_16BF : CUDA_R_32F;
 }
 
-static struct gemm with_defaults(const struct gemm *gemm)
+struct gemm_state *gemm_state_of(struct stream *stream)
 {
-    struct gemm g = gemm_with_strides(gemm);
-    BUG_UNLESS(g.a_type == g.c_type || g.c_type == DTYPE_F32);
-    if (g.d == NULL || g.beta == 0.0f)
-        g.d = g.c;
-    return g;
+    BUG_UNLESS(stream->workspace != NULL); // a stream for copies computes nothing
+    if (stream->gemm == NULL) {
+        stream->gemm = (struct gemm_state *)memory_alloc(1, sizeof(*stream->gemm));
+        cublas_check(cublasLtCreate(&stream->gemm->blas));
+    }
+    return stream->gemm;
 }
 
-// The largest power of two that divides the address, at most 256.
-static uint32_t alignment(const void *pointer)
+void gemm_state_close(struct gemm_state *state)
 {
-    uintptr_t address = (uintptr_t)pointer | 256;
-    return (uint32_t)(address & (~address + 1));
+    if (state != NULL)
+        cublas_check(cublasLtDestroy(state->blas));
+    free(state);
 }
 
-static struct gemm_key key_of(const struct gemm *g)
+void gemm_forget_plans(struct gemm_state *state)
 {
-    struct gemm_key key;
-    memset(&key, 0, sizeof(key)); // compared as bytes
-    key.m = g->m;
-    key.n = g->n;
-    key.k = g->k;
-    key.lda = g->lda;
-    key.ldb = g->ldb;
-    key.ldc = g->ldc;
-    key.transpose_a = g->transpose_a;
-    key.transpose_b = g->transpose_b;
-    key.in_type = g->a_type;
-    key.out_type = g->c_type;
-    key.align_a = alignment(g->a);
-    key.align_b = alignment(g->b);
-    key.align_c = alignment(g->c);
-    key.align_d = alignment(g->d);
-    return key;
+    for (int i = 0; i < GEMM_PLANS; i++)
+        state->plans[i].known = false;
 }
 
-static size_t hash(const struct gemm_key *key)
-{
-    const unsigned char *byte = (const unsigned char *)key;
-    uint64_t value = 0xcbf29ce484222325u;
-    for (size_t i = 0; i < sizeof(*key); i++)
-        value = (value ^ byte[i]) * 0x100000001b3u;
-    return (size_t)(value >> 32) % GEMM_CHOICES;
-}
+// ---- the library's view
 
-// The library's view of a product.
-struct problem {
-    cublasLtMatmulDescOpaque_t product;
-    cublasLtMatrixLayoutOpaque_t a, b, c; // a: our B, b: our A
-};
-
-static void problem_init(struct problem *p, const struct gemm *g)
+void gemm_problem_init(struct gemm_problem *p, const struct gemm_product *g)
 {
     cublasOperation_t a = g->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
     cublasOperation_t b = g->transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
     uint64_t m = (uint64_t)g->m, n = (uint64_t)g->n, k = (uint64_t)g->k;
-    cudaDataType_t in = data_type(g->a_type), out = data_type(g->c_type);
+    cudaDataType_t in = data_type(g->in_type), out = data_type(g->out_type);
     cublas_check(cublasLtMatmulDescInit(&p->product, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     cublas_check(
         cublasLtMatmulDescSetAttribute(&p->product, CUBLASLT_MATMUL_DESC_TRANSA, &a, sizeof(a)));
@@ -84,38 +59,205 @@ static void problem_init(struct problem *p, const struct gemm *g)
     cublas_check(cublasLtMatrixLayoutInit(&p->c, out, n, m, g->ldc));
 }
 
-static void set_preference(cublasLtMatmulPreference_t preference,
-                           cublasLtMatmulPreferenceAttributes_t attribute, uint32_t value)
+static uint32_t alignment(const void *pointer)
+{
+    uintptr_t address = (uintptr_t)pointer | 256;
+    return (uint32_t)(address & (~address + 1));
+}
+
+struct gemm_alignment gemm_alignment_of(const struct gemm *g)
+{
+    struct gemm_alignment result = {alignment(g->a), alignment(g->b), alignment(g->c),
+                                    alignment(g->d)};
+    return result;
+}
+
+static void prefer(cublasLtMatmulPreference_t preference,
+                   cublasLtMatmulPreferenceAttributes_t attribute, uint32_t value)
 {
     cublas_check(
         cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
 }
 
-static void choose(struct stream *stream, struct problem *p, struct gemm_choice *choice)
+int gemm_candidates(struct stream *stream, struct gemm_problem *p,
+                    const struct gemm_alignment *align, int most,
+                    cublasLtMatmulHeuristicResult_t *candidates)
 {
-    const struct gemm_key *key = &choice->key;
     cublasLtMatmulPreferenceOpaque_t preference;
-    cublasLtMatmulHeuristicResult_t result;
     uint64_t workspace = stream->workspace_bytes;
-    int found = 0;
-    memset(&result, 0, sizeof(result));
+    int found = 0, works = 0;
     cublas_check(cublasLtMatmulPreferenceInit(&preference));
     cublas_check(cublasLtMatmulPreferenceSetAttribute(
         &preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof(workspace)));
-    set_preference(&preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-                   CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
-    set_preference(&preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, key->align_b);
-    set_preference(&preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, key->align_a);
-    set_preference(&preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, key->align_d);
-    set_preference(&preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, key->align_c);
-    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
-        stream->blas, &p->product, &p->a, &p->b, &p->c, &p->c, &preference, 1, &result, &found);
-    if (status != CUBLAS_STATUS_SUCCESS || found == 0 || result.state != CUBLAS_STATUS_SUCCESS)
-        die("cuBLASLt has no algorithm for a product of m %lld, n %lld, k %lld (%s): %s",
-            (long long)key->m, (long long)key->n, (long long)key->k,
-            dtype_name((enum dtype)key->in_type), cublasLtGetStatusString(status));
-    choice->algorithm = result.algo;
-    choice->known = true;
+    prefer(&preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+           CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+    prefer(&preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, align->b);
+    prefer(&preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, align->a);
+    prefer(&preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, align->d);
+    prefer(&preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, align->c);
+    cublasStatus_t status =
+        cublasLtMatmulAlgoGetHeuristic(gemm_state_of(stream)->blas, &p->product, &p->a, &p->b,
+                                       &p->c, &p->c, &preference, most, candidates, &found);
+    for (int i = 0; status == CUBLAS_STATUS_SUCCESS && i < found; i++)
+        if (candidates[i].state == CUBLAS_STATUS_SUCCESS)
+            candidates[works++] = candidates[i];
+    return works;
+}
+
+// Whether addresses are as aligned as the algorithm asks.
+static bool aligned_for(const cublasLtMatmulAlgo_t *algorithm, const struct gemm_alignment *align)
+{
+    const struct {
+        cublasLtMatmulAlgoCapAttributes_t attribute;
+        uint32_t alignment;
+    } operands[] = {{CUBLASLT_ALGO_CAP_MIN_ALIGNMENT_A_BYTES, align->b},
+                    {CUBLASLT_ALGO_CAP_MIN_ALIGNMENT_B_BYTES, align->a},
+                    {CUBLASLT_ALGO_CAP_MIN_ALIGNMENT_C_BYTES, align->d},
+                    {CUBLASLT_ALGO_CAP_MIN_ALIGNMENT_D_BYTES, align->c}};
+    for (size_t i = 0; i < sizeof(operands) / sizeof(operands[0]); i++) {
+        uint32_t wanted = 0;
+        size_t size = 0;
+        if (cublasLtMatmulAlgoCapGetAttribute(algorithm, operands[i].attribute, &wanted,
+                                              sizeof(wanted), &size) != CUBLAS_STATUS_SUCCESS ||
+            wanted > operands[i].alignment)
+            return false;
+    }
+    return true;
+}
+
+bool gemm_algorithm_works(struct stream *stream, struct gemm_problem *p,
+                          const struct gemm_alignment *align, const cublasLtMatmulAlgo_t *algorithm)
+{
+    cublasLtMatmulHeuristicResult_t result;
+    uint32_t reduction = 0;
+    size_t size = 0;
+    memset(&result, 0, sizeof(result));
+    if (cublasLtMatmulAlgoCheck(gemm_state_of(stream)->blas, &p->product, &p->a, &p->b, &p->c,
+                                &p->c, algorithm, &result) != CUBLAS_STATUS_SUCCESS ||
+        result.state != CUBLAS_STATUS_SUCCESS || result.workspaceSize > stream->workspace_bytes)
+        return false;
+    if (cublasLtMatmulAlgoConfigGetAttribute(algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME,
+                                             &reduction, sizeof(reduction),
+                                             &size) != CUBLAS_STATUS_SUCCESS ||
+        (reduction & ~(uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE) != 0)
+        return false;
+    return aligned_for(algorithm, align);
+}
+
+// In the library's words C is what is added and D the result.
+void gemm_run(struct stream *stream, const struct gemm *g, struct gemm_problem *p,
+              const cublasLtMatmulAlgo_t *algorithm)
+{
+    cublasStatus_t status =
+        cublasLtMatmul(gemm_state_of(stream)->blas, &p->product, &g->alpha, g->b, &p->a, g->a,
+                       &p->b, &g->beta, g->d, &p->c, g->c, &p->c, algorithm, stream->workspace,
+                       stream->workspace_bytes, stream->cuda);
+    if (status != CUBLAS_STATUS_SUCCESS) {
+        char text[GEMM_PRODUCT_TEXT];
+        struct gemm_product product = gemm_product_of(g);
+        gemm_product_print(&product, text);
+        die("cuBLASLt: the product %s: %s", text, cublasLtGetStatusString(status));
+    }
+}
+
+// ---- which algorithm
+
+static bool same_alignment(const struct gemm_alignment *x, const struct gemm_alignment *y)
+{
+    return x->a == y->a && x->b == y->b && x->c == y->c && x->d == y->d;
+}
+
+static size_t slot_of(const struct gemm_product *p, const struct gemm_alignment *align)
+{
+    const uint64_t numbers[] = {(uint64_t)p->m,
+                                (uint64_t)p->n,
+                                (uint64_t)p->k,
+                                (uint64_t)p->lda,
+                                (uint64_t)p->ldb,
+                                (uint64_t)p->ldc,
+                                (uint64_t)p->transpose_a << 2 | (uint64_t)p->transpose_b << 1 |
+                                    (uint64_t)p->add,
+                                (uint64_t)p->in_type << 8 | (uint64_t)p->out_type,
+                                (uint64_t)align->a << 32 | align->b,
+                                (uint64_t)align->c << 32 | align->d};
+    uint64_t value = 0xcbf29ce484222325u;
+    for (size_t i = 0; i < sizeof(numbers) / sizeof(numbers[0]); i++) {
+        value = (value ^ numbers[i]) * 0x100000001b3u;
+        value ^= value >> 29;
+    }
+    return (size_t)(value >> 32) % GEMM_PLANS;
+}
+
+static bool take_tuned(struct stream *stream, struct gemm_plan *plan)
+{
+    struct gemm_state *state = gemm_state_of(stream);
+    struct gemm_product bucket =
+        gemm_product_with_rows(&plan->product, gemm_bucket(gemm_product_rows(&plan->product)));
+    for (int i = 0; i < state->tuned_count; i++)
+        if (gemm_product_equal(&state->tuned[i].product, &bucket)) {
+            plan->algorithm = state->tuned[i].algorithm;
+            return gemm_algorithm_works(stream, &plan->problem, &plan->alignment, &plan->algorithm);
+        }
+    return false;
+}
+
+static void choose(struct stream *stream, struct gemm_plan *plan)
+{
+    cublasLtMatmulHeuristicResult_t first;
+    memset(&first, 0, sizeof(first));
+    gemm_problem_init(&plan->problem, &plan->product);
+    if (!take_tuned(stream, plan)) {
+        if (gemm_candidates(stream, &plan->problem, &plan->alignment, 1, &first) == 0) {
+            char text[GEMM_PRODUCT_TEXT];
+            gemm_product_print(&plan->product, text);
+            die("cuBLASLt has no algorithm for the product %s", text);
+        }
+        plan->algorithm = first.algo;
+    }
+    plan->known = true;
+}
+
+static struct gemm_plan *plan_for(struct stream *stream, const struct gemm *g)
+{
+    struct gemm_product product = gemm_product_of(g);
+    struct gemm_alignment align = gemm_alignment_of(g);
+    struct gemm_plan *plan = &gemm_state_of(stream)->plans[slot_of(&product, &align)];
+    if (!plan->known || !gemm_product_equal(&plan->product, &product) ||
+        !same_alignment(&plan->alignment, &align)) {
+        plan->product = product;
+        plan->alignment = align;
+        choose(stream, plan);
+    }
+    return plan;
+}
+
+// ---- the op
+
+static struct gemm with_defaults(const struct gemm *gemm)
+{
+    struct gemm g = gemm_with_strides(gemm);
+    BUG_UNLESS(g.a_type == g.c_type || g.c_type == DTYPE_F32);
+    if (g.d == NULL || g.beta == 0.0f)
+        g.d = g.c;
+    return g;
+}
+
+// Keeps of each product the call with the most rows.
+static void record(struct gemm_state *state, const struct gemm *g)
+{
+    struct gemm_product product = gemm_product_of(g), any = gemm_product_with_rows(&product, 0);
+    int i = 0;
+    for (; i < state->recorded_count; i++) {
+        struct gemm_product other = gemm_product_of(&state->recorded[i]);
+        struct gemm_product other_any = gemm_product_with_rows(&other, 0);
+        if (!gemm_product_equal(&any, &other_any))
+            continue;
+        if (gemm_product_rows(&product) > gemm_product_rows(&other))
+            state->recorded[i] = *g;
+        return;
+    }
+    if (i < GEMM_RECORDED)
+        state->recorded[state->recorded_count++] = *g;
 }
 
 void gemm_cuda(struct stream *stream, const struct gemm *gemm)
@@ -123,19 +265,9 @@ void gemm_cuda(struct stream *stream, const struct gemm *gemm)
     struct gemm g = with_defaults(gemm);
     if (g.m == 0 || g.n == 0)
         return;
-    if (stream->blas == NULL)
-        cublas_check(cublasLtCreate(&stream->blas));
-    struct problem problem;
-    problem_init(&problem, &g);
-    struct gemm_key key = key_of(&g);
-    struct gemm_choice *choice = &stream->choices[hash(&key)];
-    if (!choice->known || memcmp(&choice->key, &key, sizeof(key)) != 0) {
-        choice->key = key;
-        choose(stream, &problem, choice);
-    }
-    // In the library's words C is what is added and D the result.
-    cublas_check(cublasLtMatmul(stream->blas, &problem.product, &g.alpha, g.b, &problem.a, g.a,
-                                &problem.b, &g.beta, g.d, &problem.c, g.c, &problem.c,
-                                &choice->algorithm, stream->workspace, stream->workspace_bytes,
-                                stream->cuda));
+    struct gemm_state *state = gemm_state_of(stream);
+    if (state->record)
+        record(state, &g);
+    struct gemm_plan *plan = plan_for(stream, &g);
+    gemm_run(stream, &g, &plan->problem, &plan->algorithm);
 }

@@ -1,6 +1,7 @@
 // Owns execution.json: how a run is executed, so that a resumed run does the same arithmetic.
 #include "trainer/execution.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #include "trainer/json_text.h"
@@ -19,12 +20,58 @@
     INT(threads)                                                                                   \
     INT(world_size)
 
+static cJSON *algorithms_json(const struct gemm_algorithms *algorithms)
+{
+    cJSON *list = cJSON_CreateArray();
+    for (int64_t i = 0; i < algorithms->count; i++) {
+        cJSON *item = cJSON_CreateObject();
+        cJSON_AddStringToObject(item, "product", algorithms->items[i].product);
+        cJSON_AddStringToObject(item, "algorithm", algorithms->items[i].algorithm);
+        cJSON_AddItemToArray(list, item);
+    }
+    return list;
+}
+
+// Copies a text member; -1 when it is none or too long.
+static int get_text(const cJSON *item, const char *name, char *text, size_t size)
+{
+    const char *value = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(item, name));
+    if (value == NULL || strlen(value) >= size)
+        return -1;
+    snprintf(text, size, "%s", value);
+    return 0;
+}
+
+// That the backend knows an algorithm is seen when the run begins to obey it.
+static int read_algorithms(struct gemm_algorithms *algorithms, const struct json_file *file,
+                           struct error *err)
+{
+    const cJSON *list = cJSON_GetObjectItemCaseSensitive(file->root, "gemm"), *item;
+    if (!cJSON_IsArray(list) || cJSON_GetArraySize(list) > GEMM_ALGORITHMS)
+        return error_set(err, "%s: gemm is not a list of at most %d algorithms", file->path,
+                         GEMM_ALGORITHMS);
+    cJSON_ArrayForEach(item, list)
+    {
+        struct gemm_algorithm *to = &algorithms->items[algorithms->count++];
+        struct gemm_product product;
+        if (get_text(item, "product", to->product, sizeof(to->product)) != 0 ||
+            get_text(item, "algorithm", to->algorithm, sizeof(to->algorithm)) != 0 ||
+            gemm_product_parse(&product, to->product) != 0)
+            return error_set(err,
+                             "%s: gemm: entry %lld is not a product and its algorithm; the file "
+                             "was changed or is damaged",
+                             file->path, (long long)algorithms->count);
+    }
+    return 0;
+}
+
 int execution_write(const struct execution *execution, const char *path, struct error *err)
 {
     cJSON *object = cJSON_CreateObject();
 #define WRITE_TEXT(member) cJSON_AddStringToObject(object, #member, execution->member);
 #define WRITE_INT(member)  json_add_int(object, #member, execution->member);
     EXECUTION_FIELDS(WRITE_TEXT, WRITE_INT)
+    cJSON_AddItemToObject(object, "gemm", algorithms_json(&execution->gemm));
     int result = json_write_file(object, path, err);
     cJSON_Delete(object);
     return result;
@@ -44,6 +91,8 @@ int execution_read(struct execution *execution, const char *path, struct error *
 #define READ_INT(member)                                                                           \
     result = result != 0 ? result : json_get_int(&file, #member, &execution->member, err);
     EXECUTION_FIELDS(READ_TEXT, READ_INT)
+    if (result == 0)
+        result = read_algorithms(&execution->gemm, &file, err);
     json_close(&file);
     return result;
 }

@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #include "base/error.h"
+#include "kernels/gemm_algorithms.h"
 
 struct execution {
     char device[16];    // "cpu", "cuda"
@@ -18,11 +19,13 @@ struct execution {
     int64_t group_rows, chunk_rows;
     int64_t threads;
     int64_t world_size;
+    struct gemm_algorithms gemm; // found by timing once all of the above is settled; CUDA only
 };
 
 int execution_write(const struct execution *execution, const char *path, struct error *err);
 int execution_read(struct execution *execution, const char *path, struct error *err);
-// A line for every field that differs; -1 when any does.
+// A line for every field that differs; -1 when any does. The algorithms follow from the rest and are
+// not compared.
 int execution_compare(const struct execution *before, const struct execution *now,
                       struct error *err);
 

@@ -1,0 +1,261 @@
+// Owns the choice of algorithms by timing. Products are recorded while a step runs on made-up inputs;
+// then each is timed at its largest count of rows and at the buckets below, on its own buffers, whose
+// contents are lost.
+//
+// Most algorithms add up in the same order and so give the same bits. The choice is made among those
+// that agree with the library's first proposal; another order is taken only where it is faster by
+// more than a timing can be wrong. So runs that are started anew agree, too.
+#include <algorithm>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/timer.h"
+#include "kernels/gemm_cuda.cuh"
+
+namespace
+{
+enum {
+    CANDIDATES = 8,
+    LEVELS = 4, // buckets of a product: smaller ones take little time
+    RUNS = 3,
+    THREADS = 256,
+    FILL_CTAS = 1024
+};
+const double hopeless = 1.2;     // times the least so far: not run again
+const double other_order = 0.92; // times the first order's least: then another order is taken
+
+struct candidate {
+    cublasLtMatmulAlgo_t algorithm;
+    uint64_t digest; // of the result
+    double seconds;
+};
+
+__device__ uint64_t mixed(uint64_t x)
+{
+    x = (x ^ (x >> 31)) * 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 29)) * 0xbf58476d1ce4e5b9u;
+    return x ^ (x >> 32);
+}
+
+// x[rows, columns] = numbers in (-1, 1)
+template <typename T>
+__global__ void fill_kernel(T *x, int64_t rows, int64_t columns, int64_t stride, uint64_t seed)
+{
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x)
+        for (int64_t i = threadIdx.x; i < columns; i += THREADS) {
+            uint64_t bits = mixed(((uint64_t)row << 32 | (uint64_t)i) + seed);
+            store(x, row * stride + i, (float)((int)(bits & 0xffff) - 0x8000) / 32769.0f);
+        }
+}
+
+// *digest += what depends on every bit of x[rows, columns] and its place; integers, so in any order.
+template <typename T>
+__global__ void digest_kernel(const T *x, int64_t rows, int64_t columns, int64_t stride,
+                              unsigned long long *digest)
+{
+    unsigned long long sum = 0;
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x)
+        for (int64_t i = threadIdx.x; i < columns; i += THREADS)
+            sum += mixed(mixed((uint64_t)row << 32 | (uint64_t)i) ^
+                         __float_as_uint(load(x, row * stride + i)));
+    atomicAdd(digest, sum);
+}
+
+void fill(struct stream *stream, const void *operand, enum dtype type, int64_t rows,
+          int64_t columns, int64_t stride, uint64_t seed)
+{
+    void *x = const_cast<void *>(operand);
+    if (is_bf16(type))
+        fill_kernel<<<FILL_CTAS, THREADS, 0, stream->cuda>>>((bf16_t *)x, rows, columns, stride,
+                                                             seed);
+    else
+        fill_kernel<<<FILL_CTAS, THREADS, 0, stream->cuda>>>((float *)x, rows, columns, stride,
+                                                             seed);
+    launch_check();
+}
+
+// A is of activations or gradients always; B is where A is transposed, and weights elsewhere.
+void fill_operands(struct stream *stream, const struct gemm *g)
+{
+    fill(stream, g->a, g->a_type, g->transpose_a ? g->k : g->m, g->transpose_a ? g->m : g->k,
+         g->lda, 1);
+    if (g->transpose_a)
+        fill(stream, g->b, g->b_type, g->transpose_b ? g->n : g->k, g->transpose_b ? g->k : g->n,
+             g->ldb, 2);
+}
+
+uint64_t digest_of(struct stream *stream, const struct gemm *g)
+{
+    unsigned long long *sum = (unsigned long long *)stream->workspace, result = 0;
+    cuda_check(cudaMemsetAsync(sum, 0, sizeof(*sum), stream->cuda));
+    if (is_bf16(g->c_type))
+        digest_kernel<<<FILL_CTAS, THREADS, 0, stream->cuda>>>((const bf16_t *)g->c, g->m, g->n,
+                                                               g->ldc, sum);
+    else
+        digest_kernel<<<FILL_CTAS, THREADS, 0, stream->cuda>>>((const float *)g->c, g->m, g->n,
+                                                               g->ldc, sum);
+    launch_check();
+    cuda_check(cudaMemcpyAsync(&result, sum, sizeof(result), cudaMemcpyDeviceToHost, stream->cuda));
+    cuda_check(cudaStreamSynchronize(stream->cuda));
+    return result;
+}
+
+double seconds_of(struct stream *stream, const struct gemm *g, struct gemm_problem *problem,
+                  const cublasLtMatmulAlgo_t *algorithm, cudaEvent_t *events)
+{
+    float milliseconds = 0.0f;
+    cuda_check(cudaEventRecord(events[0], stream->cuda));
+    gemm_run(stream, g, problem, algorithm);
+    cuda_check(cudaEventRecord(events[1], stream->cuda));
+    cuda_check(cudaEventSynchronize(events[1]));
+    cuda_check(cudaEventElapsedTime(&milliseconds, events[0], events[1]));
+    return (double)milliseconds * 1e-3;
+}
+
+// What is added counts as 0 for the digest: C has been filled with the last candidate's result.
+void measure(struct stream *stream, const struct gemm *g, struct gemm_problem *problem,
+             struct candidate *candidate, double least, cudaEvent_t *events)
+{
+    struct gemm plain = *g;
+    plain.beta = 0.0f;
+    plain.d = plain.c;
+    gemm_run(stream, &plain, problem, &candidate->algorithm);
+    candidate->digest = digest_of(stream, &plain);
+    for (int run = 0; run < RUNS; run++) {
+        double seconds = seconds_of(stream, g, problem, &candidate->algorithm, events);
+        if (run == 0 || seconds < candidate->seconds)
+            candidate->seconds = seconds;
+        if (candidate->seconds > hopeless * least)
+            return;
+    }
+}
+
+// Those of the library's proposals for `g` that also work at the bucket's size.
+int collect(struct stream *stream, const struct gemm *g, struct gemm_problem *problem,
+            const struct gemm_product *bucket, struct candidate *candidates)
+{
+    cublasLtMatmulHeuristicResult_t results[CANDIDATES];
+    struct gemm_alignment align = gemm_alignment_of(g);
+    struct gemm_problem at_bucket;
+    memset(results, 0, sizeof(results));
+    gemm_problem_init(&at_bucket, bucket);
+    int found = gemm_candidates(stream, problem, &align, CANDIDATES, results), count = 0;
+    for (int i = 0; i < found; i++)
+        if (gemm_algorithm_works(stream, problem, &align, &results[i].algo) &&
+            gemm_algorithm_works(stream, &at_bucket, &align, &results[i].algo))
+            candidates[count++].algorithm = results[i].algo;
+    return count;
+}
+
+int fastest(const struct candidate *candidates, int count)
+{
+    int same = 0, any = 0;
+    for (int i = 1; i < count; i++) {
+        if (candidates[i].seconds < candidates[any].seconds)
+            any = i;
+        if (candidates[i].digest == candidates[0].digest &&
+            candidates[i].seconds < candidates[same].seconds)
+            same = i;
+    }
+    return candidates[any].seconds < other_order * candidates[same].seconds ? any : same;
+}
+
+void tune_bucket(struct stream *stream, const struct gemm *recorded, int64_t bucket,
+                 cudaEvent_t *events)
+{
+    struct gemm_state *state = gemm_state_of(stream);
+    struct gemm_product product = gemm_product_of(recorded);
+    struct gemm g = *recorded;
+    struct candidate candidates[CANDIDATES];
+    struct gemm_problem problem;
+    int64_t *rows = g.transpose_a ? &g.k : &g.m;
+    *rows = std::min(*rows, bucket);
+    product = gemm_product_with_rows(&product, bucket);
+    struct gemm_product timed = gemm_product_of(&g);
+    gemm_problem_init(&problem, &timed);
+    int count = collect(stream, &g, &problem, &product, candidates);
+    if (count == 0 || state->tuned_count == GEMM_ALGORITHMS)
+        return;
+    fill_operands(stream, &g);
+    double least = 1e30;
+    for (int i = 0; i < count; i++) {
+        measure(stream, &g, &problem, &candidates[i], least, events);
+        least = std::min(least, candidates[i].seconds);
+    }
+    struct gemm_tuned *tuned = &state->tuned[state->tuned_count++];
+    tuned->product = product;
+    tuned->algorithm = candidates[fastest(candidates, count)].algorithm;
+}
+
+// Addresses below this alignment keep products from the fast algorithms; such products are few.
+bool well_aligned(const struct gemm *g)
+{
+    enum { FAST_ALIGNMENT = 16 };
+    struct gemm_alignment align = gemm_alignment_of(g);
+    return std::min(std::min(align.a, align.b), std::min(align.c, align.d)) >= FAST_ALIGNMENT;
+}
+} // namespace
+
+void gemm_record_cuda(struct stream *stream)
+{
+    struct gemm_state *state = gemm_state_of(stream);
+    state->recorded_count = 0;
+    state->record = true;
+}
+
+void gemm_tune_cuda(struct stream *stream, double seconds, struct gemm_algorithms *algorithms)
+{
+    struct gemm_state *state = gemm_state_of(stream);
+    cudaEvent_t events[2];
+    double begin = timer_now();
+    cuda_check(cudaEventCreate(&events[0]));
+    cuda_check(cudaEventCreate(&events[1]));
+    state->record = false;
+    state->tuned_count = 0;
+    for (int level = 0; level < LEVELS; level++) // the largest of all first: most time is there
+        for (int i = 0; i < state->recorded_count && timer_now() - begin < seconds; i++) {
+            struct gemm_product product = gemm_product_of(&state->recorded[i]);
+            int64_t bucket = gemm_bucket(gemm_product_rows(&product));
+            for (int down = 0; down < level; down++)
+                bucket = gemm_bucket_below(bucket);
+            if (bucket > 0 && well_aligned(&state->recorded[i]))
+                tune_bucket(stream, &state->recorded[i], bucket, events);
+        }
+    cuda_check(cudaEventDestroy(events[0]));
+    cuda_check(cudaEventDestroy(events[1]));
+    gemm_forget_plans(state);
+    algorithms->count = state->tuned_count;
+    for (int i = 0; i < state->tuned_count; i++) {
+        struct gemm_algorithm *to = &algorithms->items[i];
+        gemm_product_print(&state->tuned[i].product, to->product);
+        gemm_hex_print(&state->tuned[i].algorithm, sizeof(state->tuned[i].algorithm),
+                       to->algorithm);
+    }
+}
+
+int gemm_obey_cuda(struct stream *stream, const struct gemm_algorithms *algorithms,
+                   struct error *err)
+{
+    static_assert(2 * sizeof(cublasLtMatmulAlgo_t) < GEMM_ALGORITHM_TEXT, "algorithms fit");
+    const struct gemm_alignment whole = {256, 256, 256, 256};
+    struct gemm_state *state = gemm_state_of(stream);
+    struct gemm_problem problem;
+    BUG_UNLESS(algorithms->count <= GEMM_ALGORITHMS);
+    state->tuned_count = 0;
+    gemm_forget_plans(state);
+    for (int64_t i = 0; i < algorithms->count; i++) {
+        const struct gemm_algorithm *from = &algorithms->items[i];
+        struct gemm_tuned *tuned = &state->tuned[i];
+        if (gemm_product_parse(&tuned->product, from->product) != 0 ||
+            gemm_hex_parse(&tuned->algorithm, sizeof(tuned->algorithm), from->algorithm) != 0)
+            return error_set(err, "gemm: entry %lld is not a product and its algorithm",
+                             (long long)i + 1);
+        gemm_problem_init(&problem, &tuned->product);
+        if (!gemm_algorithm_works(stream, &problem, &whole, &tuned->algorithm))
+            return error_set(err,
+                             "gemm: this cuBLASLt does not know the algorithm of the product %s",
+                             from->product);
+    }
+    state->tuned_count = (int)algorithms->count;
+    return 0;
+}
