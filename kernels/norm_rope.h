@@ -20,12 +20,12 @@ struct norm_rope {
     const int32_t *positions; // [rows], below table_rows
     const float *cos, *sin;   // [table_rows, head_dim / 2], scaling included
     int64_t table_rows;
-    void *y; // [rows, heads, head_dim], packed (forward)
+    void *y; // [rows, heads, head_dim], packed (forward); may be x when that is packed, too
 
     // backward only
     const void *dy; // [rows, heads, head_dim], packed; fp32 when dy_type says so
     enum dtype dy_type;
-    void *dx; // like x, rows dx_stride apart; overwritten
+    void *dx; // like x, rows dx_stride apart; overwritten. May be x when the strides are the same
     int64_t dx_stride;
     float *dweight; // [head_dim], added to; NULL with weight NULL
     float *scratch; // [RMS_NORM_PARTS, head_dim] fp32

@@ -1,6 +1,7 @@
 // One AdamW update (Loshchilov and Hutter 2019; the order of operations is PyTorch's):
 //   g = grad_scale * grad; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p *= 1 - lr decay;
 //   p -= lr / correction1 * m / (sqrt(v / correction2) + eps), correction_i = 1 - b_i^step.
+// The arrays of an op here lie apart from one another.
 #ifndef KERNELS_OPTIMIZER_H
 #define KERNELS_OPTIMIZER_H
 

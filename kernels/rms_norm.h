@@ -1,5 +1,6 @@
 // Root mean square norm over rows: y = x * rstd * (weight + weight_offset),
 // rstd = 1 / sqrt(mean(x^2) + eps). (Zhang and Sennrich 2019.)
+// Outputs may lie on inputs only where it is said: y on x, and dx on dy unless it is added to.
 #ifndef KERNELS_RMS_NORM_H
 #define KERNELS_RMS_NORM_H
 

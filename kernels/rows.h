@@ -1,5 +1,5 @@
 // Moving rows: embedding look-up, picking hidden states by position, putting gradients back, and
-// picking planes of features.
+// picking planes of features. Outputs lie apart from all inputs.
 #ifndef KERNELS_ROWS_H
 #define KERNELS_ROWS_H
 

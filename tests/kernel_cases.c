@@ -65,6 +65,13 @@ const struct kernel_case kernel_cases[] = {
     {"rms_norm_forward", {3, 257}, DTYPE_BF16, CASE_OFFSET, 37, ROW_BF16},
     {"rms_norm_forward", {17, 1031}, DTYPE_BF16, CASE_IN_PLACE | CASE_FROZEN, 38, ROW_BF16},
     {"rms_norm_forward", {512, 576}, DTYPE_BF16, 0, 39, ROW_BF16},
+    {"rms_norm_forward", {3, 4096}, DTYPE_BF16, CASE_OFFSET | CASE_IN_PLACE, 300, ROW_BF16},
+    {"rms_norm_forward", {5, 5120}, DTYPE_BF16, 0, 301, ROW_BF16},
+    {"rms_norm_forward", {5, 5120}, DTYPE_F32, CASE_IN_PLACE, 302, ROW_F32},
+    {"rms_norm_forward", {5, 5120}, DTYPE_BF16, CASE_UNALIGNED, 303, ROW_BF16},
+    {"rms_norm_forward", {2, 8200}, DTYPE_BF16, 0, 304, ROW_BF16},
+    {"rms_norm_forward", {2, 17408}, DTYPE_BF16, CASE_IN_PLACE, 305, ROW_BF16},
+    {"rms_norm_forward", {2, 40000}, DTYPE_BF16, CASE_IN_PLACE, 306, ROW_BF16},
 
     {"rms_norm_backward", {1, 3}, DTYPE_F32, 0, 40, ROW_F32},
     {"rms_norm_backward", {3, 257}, DTYPE_F32, CASE_ADD, 41, ROW_F32},
@@ -76,6 +83,14 @@ const struct kernel_case kernel_cases[] = {
     {"rms_norm_backward", {3, 257}, DTYPE_BF16, CASE_ADD, 47, ROW_BF16},
     {"rms_norm_backward", {19, 1031}, DTYPE_BF16, CASE_IN_PLACE | CASE_OFFSET, 48, ROW_BF16},
     {"rms_norm_backward", {512, 576}, DTYPE_BF16, CASE_ADD, 49, ROW_BF16},
+    {"rms_norm_backward", {7, 4096}, DTYPE_BF16, CASE_IN_PLACE, 310, ROW_BF16},
+    {"rms_norm_backward", {261, 5120}, DTYPE_BF16, CASE_ADD, 311, ROW_BF16},
+    {"rms_norm_backward", {7, 5120}, DTYPE_F32, CASE_ADD, 312, ROW_F32},
+    {"rms_norm_backward", {7, 5120}, DTYPE_BF16, CASE_ADD | CASE_UNALIGNED, 313, ROW_BF16},
+    {"rms_norm_backward", {3, 10240}, DTYPE_BF16, CASE_FROZEN, 314, ROW_BF16},
+    {"rms_norm_backward", {3, 10248}, DTYPE_BF16, CASE_ADD, 315, ROW_BF16},
+    {"rms_norm_backward", {2111, 40}, DTYPE_F32, CASE_IN_PLACE, 316, ROW_F32},
+    {"rms_norm_backward", {2111, 72}, DTYPE_BF16, CASE_ADD, 317, ROW_BF16},
 
     {"norm_rope_forward", {1, 1, 2}, DTYPE_F32, 0, 50, ROW_F32},
     {"norm_rope_forward", {7, 3, 6}, DTYPE_F32, CASE_STRIDED, 51, ROW_F32},
@@ -85,6 +100,15 @@ const struct kernel_case kernel_cases[] = {
     {"norm_rope_forward", {7, 3, 6}, DTYPE_BF16, CASE_STRIDED, 55, ROW_BF16},
     {"norm_rope_forward", {7, 3, 34}, DTYPE_BF16, CASE_NO_NORM, 56, ROW_BF16},
     {"norm_rope_forward", {512, 9, 64}, DTYPE_BF16, 0, 57, ROW_BF16},
+    {"norm_rope_forward", {5, 32, 128}, DTYPE_BF16, CASE_STRIDED, 320, ROW_BF16},
+    {"norm_rope_forward", {7, 8, 128}, DTYPE_BF16, CASE_IN_PLACE, 321, ROW_BF16},
+    {"norm_rope_forward", {7, 5, 128}, DTYPE_BF16, CASE_STRIDED | CASE_UNALIGNED, 322, ROW_BF16},
+    {"norm_rope_forward", {3, 5, 128}, DTYPE_F32, CASE_STRIDED | CASE_NO_NORM, 323, ROW_F32},
+    {"norm_rope_forward", {5, 3, 96}, DTYPE_BF16, CASE_STRIDED, 324, ROW_BF16},
+    {"norm_rope_forward", {5, 3, 96}, DTYPE_F32, CASE_IN_PLACE, 325, ROW_F32},
+    {"norm_rope_forward", {5, 7, 256}, DTYPE_BF16, CASE_STRIDED, 326, ROW_BF16},
+    {"norm_rope_forward", {3, 2, 512}, DTYPE_BF16, CASE_STRIDED, 327, ROW_BF16},
+    {"norm_rope_forward", {3, 3, 10}, DTYPE_F32, CASE_IN_PLACE | CASE_NO_NORM, 328, ROW_F32},
 
     {"norm_rope_backward", {1, 1, 2}, DTYPE_F32, 0, 60, ROW_F32},
     {"norm_rope_backward", {7, 3, 6}, DTYPE_F32, CASE_STRIDED, 61, ROW_F32},
@@ -94,6 +118,16 @@ const struct kernel_case kernel_cases[] = {
     {"norm_rope_backward", {7, 3, 6}, DTYPE_BF16, CASE_STRIDED, 65, ROW_BF16},
     {"norm_rope_backward", {17, 3, 34}, DTYPE_BF16, CASE_TO_F32, 66, ROW_BF16},
     {"norm_rope_backward", {512, 9, 64}, DTYPE_BF16, CASE_TO_F32 | CASE_STRIDED, 67, ROW_BF16},
+    {"norm_rope_backward", {9, 32, 128}, DTYPE_BF16, CASE_STRIDED, 330, ROW_BF16},
+    {"norm_rope_backward", {9, 8, 128}, DTYPE_BF16, CASE_IN_PLACE | CASE_STRIDED, 331, ROW_BF16},
+    {"norm_rope_backward", {1031, 8, 128}, DTYPE_BF16, CASE_TO_F32, 332, ROW_BF16},
+    {"norm_rope_backward", {7, 5, 128}, DTYPE_BF16, CASE_STRIDED | CASE_UNALIGNED, 333, ROW_BF16},
+    {"norm_rope_backward", {7, 5, 128}, DTYPE_F32, CASE_IN_PLACE, 334, ROW_F32},
+    {"norm_rope_backward", {5, 3, 96}, DTYPE_BF16, CASE_STRIDED, 335, ROW_BF16},
+    {"norm_rope_backward", {5, 3, 96}, DTYPE_F32, CASE_NO_NORM | CASE_IN_PLACE, 336, ROW_F32},
+    {"norm_rope_backward", {5, 7, 256}, DTYPE_BF16, CASE_STRIDED, 337, ROW_BF16},
+    {"norm_rope_backward", {3, 2, 512}, DTYPE_BF16, CASE_IN_PLACE, 338, ROW_BF16},
+    {"norm_rope_backward", {3, 3, 10}, DTYPE_F32, CASE_IN_PLACE | CASE_STRIDED, 339, ROW_F32},
 
     {"swiglu_forward", {1, 1}, DTYPE_F32, 0, 70, ROW_F32},
     {"swiglu_forward", {3, 511}, DTYPE_F32, 0, 71, ROW_F32},
@@ -102,6 +136,8 @@ const struct kernel_case kernel_cases[] = {
     {"swiglu_forward", {512, 1536}, DTYPE_F32, 0, 74, ROW_F32},
     {"swiglu_forward", {3, 257}, DTYPE_BF16, 0, 75, ROW_BF16},
     {"swiglu_forward", {512, 1536}, DTYPE_BF16, 0, 76, ROW_BF16},
+    {"swiglu_forward", {3, 17408}, DTYPE_BF16, 0, 340, ROW_BF16},
+    {"swiglu_forward", {5, 256}, DTYPE_BF16, CASE_UNALIGNED, 341, ROW_BF16},
 
     {"swiglu_backward", {1, 1}, DTYPE_F32, 0, 80, ROW_F32},
     {"swiglu_backward", {3, 511}, DTYPE_F32, CASE_IN_PLACE, 81, ROW_F32},
@@ -110,18 +146,28 @@ const struct kernel_case kernel_cases[] = {
     {"swiglu_backward", {512, 1536}, DTYPE_F32, CASE_IN_PLACE, 84, ROW_F32},
     {"swiglu_backward", {3, 257}, DTYPE_BF16, CASE_IN_PLACE, 85, ROW_BF16},
     {"swiglu_backward", {512, 1536}, DTYPE_BF16, 0, 86, ROW_BF16},
+    {"swiglu_backward", {3, 17408}, DTYPE_BF16, CASE_IN_PLACE, 345, ROW_BF16},
+    {"swiglu_backward", {5, 256}, DTYPE_BF16, CASE_IN_PLACE | CASE_UNALIGNED, 346, ROW_BF16},
+    {"swiglu_backward", {3, 264}, DTYPE_F32, CASE_IN_PLACE, 347, ROW_F32},
 
     {"gather_rows", {1, 1, 1}, DTYPE_F32, 0, 90, EXACT},
     {"gather_rows", {7, 513, 5}, DTYPE_F32, CASE_STRIDED, 91, EXACT},
     {"gather_rows", {7, 511, 11}, DTYPE_F32, CASE_SCALED, 92, ROW_F32},
     {"gather_rows", {7, 29, 5}, DTYPE_BF16, CASE_TO_F32 | CASE_STRIDED, 93, EXACT},
     {"gather_rows", {512, 576, 1009}, DTYPE_BF16, CASE_SCALED, 94, ROUND_BF16},
+    {"gather_rows", {9, 5120, 31}, DTYPE_BF16, 0, 350, EXACT},
+    {"gather_rows", {9, 5120, 31}, DTYPE_BF16, CASE_STRIDED | CASE_TO_F32, 351, EXACT},
+    {"gather_rows", {9, 264, 31}, DTYPE_F32, CASE_UNALIGNED, 352, EXACT},
+    {"gather_rows", {3, 8264, 5}, DTYPE_F32, CASE_SCALED, 353, ROW_F32},
 
     {"scatter_rows", {1, 1, 1}, DTYPE_F32, 0, 100, EXACT},
     {"scatter_rows", {7, 513, 15}, DTYPE_F32, 0, 101, EXACT},
     {"scatter_rows", {7, 29, 15}, DTYPE_F32, CASE_SCALED, 102, ROW_F32},
     {"scatter_rows", {7, 29, 7}, DTYPE_BF16, CASE_TO_F32, 103, EXACT},
     {"scatter_rows", {448, 576, 512}, DTYPE_BF16, CASE_SCALED, 104, ROUND_BF16},
+    {"scatter_rows", {9, 5120, 17}, DTYPE_BF16, CASE_SCALED, 360, ROUND_BF16},
+    {"scatter_rows", {9, 264, 9}, DTYPE_BF16, CASE_UNALIGNED, 361, EXACT},
+    {"scatter_rows", {1, 8264, 3}, DTYPE_F32, 0, 362, EXACT},
 
     {"context_load", {1, 1, 1, 1}, DTYPE_F32, 0, 110, EXACT},
     {"context_load", {23, 4, 3, 513}, DTYPE_F32, 0, 111, EXACT},
@@ -129,6 +175,9 @@ const struct kernel_case kernel_cases[] = {
     {"context_load", {23, 4, 3, 17}, DTYPE_F32, CASE_UNIFORM, 113, NOISE},
     {"context_load", {23, 4, 3, 513}, DTYPE_BF16, CASE_UNIFORM | CASE_BLANK, 114, NOISE},
     {"context_load", {1009, 6, 5, 576}, DTYPE_BF16, 0, 115, EXACT},
+    {"context_load", {7, 5, 5, 5120}, DTYPE_BF16, CASE_BLANK, 370, EXACT},
+    {"context_load", {11, 3, 2, 1032}, DTYPE_BF16, CASE_NORMAL, 371, NOISE},
+    {"context_load", {11, 3, 2, 1032}, DTYPE_F32, CASE_BLANK | CASE_UNALIGNED, 372, EXACT},
 
     {"attention_forward", {1, 1, 1, 1, 1, 2}, DTYPE_F32, 0, 120, ATTENTION_F32},
     {"attention_forward", {3, 5, 0, 2, 1, 6}, DTYPE_F32, CASE_CAUSAL, 121, ATTENTION_F32},
@@ -207,25 +256,32 @@ const struct kernel_case kernel_cases[] = {
     {"adamw", {513, 2}, DTYPE_BF16, 0, 192, ADAM},
     {"adamw", {1031, 100000}, DTYPE_BF16, 0, 193, ADAM},
     {"adamw", {331776, 10}, DTYPE_BF16, 0, 194, ADAM},
+    {"adamw", {4103, 3}, DTYPE_BF16, CASE_UNALIGNED, 380, ADAM},
+    {"adamw", {4103, 3}, DTYPE_F32, 0, 381, ADAM},
+    {"adamw", {4095, 3}, DTYPE_F32, CASE_FROZEN, 382, ADAM},
 
     {"sum_squares", {1}, DTYPE_F32, 0, 200, SQUARES},
     {"sum_squares", {1031}, DTYPE_F32, 0, 201, SQUARES},
     {"sum_squares", {524289}, DTYPE_F32, 0, 202, SQUARES},
     {"sum_squares", {1000003}, DTYPE_F32, 0, 203, SQUARES},
+    {"sum_squares", {300001}, DTYPE_F32, CASE_UNALIGNED, 385, SQUARES},
 
     {"convert", {1}, DTYPE_F32, 0, 210, ROUND_BF16},
     {"convert", {513}, DTYPE_BF16, CASE_TO_F32, 211, EXACT},
     {"convert", {331777}, DTYPE_F32, 0, 212, ROUND_BF16},
+    {"convert", {4103}, DTYPE_BF16, CASE_TO_F32 | CASE_UNALIGNED, 390, EXACT},
+    {"convert", {4103}, DTYPE_BF16, 0, 391, EXACT},
+    {"convert", {4103}, DTYPE_F32, CASE_TO_F32, 392, EXACT},
 };
 const int kernel_case_count = sizeof(kernel_cases) / sizeof(kernel_cases[0]);
 
 void kernel_case_name(const struct kernel_case *c, char name[CASE_NAME])
 {
     static const char *const flags[] = {
-        "transpose_a", "transpose_b", "beta_one", "beta_d", "to_fp32", "strided",
-        "in_place",    "add",         "frozen",   "offset", "no_norm", "causal",
-        "window",      "normal",      "uniform",  "blank",  "scaled",  "no_teacher",
-        "no_gradient", "excluded",    "bench",
+        "transpose_a", "transpose_b", "beta_one", "beta_d",    "to_fp32", "strided",
+        "in_place",    "add",         "frozen",   "offset",    "no_norm", "causal",
+        "window",      "normal",      "uniform",  "blank",     "scaled",  "no_teacher",
+        "no_gradient", "excluded",    "bench",    "unaligned",
     };
     int dimensions = 6, at;
     while (dimensions > 1 && c->shape[dimensions - 1] == 0)
@@ -250,6 +306,9 @@ void kernel_case_build(const struct kernel_case *c, struct kernel_run *run)
 {
     kernel_run_init(run, c->seed);
     op_of(c)->build(c, run);
+    for (int i = 0; i < run->count && (c->flags & CASE_UNALIGNED) != 0; i++)
+        if (run->tensors[i].alias == NULL)
+            run->tensors[i].shift = dtype_size(run->tensors[i].type);
 }
 
 void kernel_case_expect(const struct kernel_case *c, struct kernel_run *run)

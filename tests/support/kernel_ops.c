@@ -173,7 +173,7 @@ static void rms_norm_backward_call(const struct kernel_case *c, struct kernel_ru
     run->backend->kernels->rms_norm_backward(run->stream, &op);
 }
 
-// norm_rope: rows, heads, head_dim; NO_NORM, STRIDED, backward also TO_F32 (dy in fp32)
+// norm_rope: rows, heads, head_dim; NO_NORM, STRIDED, IN_PLACE (on x), backward also TO_F32 (dy in fp32)
 enum { ROPE_TABLE = 41 };
 
 static void rope_inputs(const struct kernel_case *c, struct kernel_run *run)
@@ -209,7 +209,10 @@ struct naive_rope rope_of(const struct kernel_case *c, const struct kernel_run *
 static void norm_rope_build(const struct kernel_case *c, struct kernel_run *run)
 {
     rope_inputs(c, run);
-    run_add(run, "y", TENSOR_OUT, c->type, c->shape[0], c->shape[1] * c->shape[2]);
+    struct kernel_tensor *y =
+        run_add(run, "y", TENSOR_OUT, c->type, c->shape[0], c->shape[1] * c->shape[2]);
+    if (has(c, CASE_IN_PLACE))
+        y->alias = "x";
 }
 
 static void norm_rope_expect(const struct kernel_case *c, struct kernel_run *run)
@@ -253,8 +256,12 @@ static void norm_rope_backward_build(const struct kernel_case *c, struct kernel_
     rope_inputs(c, run);
     run_add_normal(run, "dy", TENSOR_IN, has(c, CASE_TO_F32) ? DTYPE_F32 : c->type, rows, heads * d,
                    1.0);
-    run_add(run, "dx", TENSOR_OUT, c->type, rows, heads * d)->stride +=
-        has(c, CASE_STRIDED) ? d : 0;
+    struct kernel_tensor *dx = run_add(run, "dx", TENSOR_OUT, c->type, rows, heads * d);
+    dx->stride += has(c, CASE_STRIDED) ? d : 0;
+    if (has(c, CASE_IN_PLACE)) {
+        dx->alias = "x";
+        dx->stride = run_stride(run, "x");
+    }
     if (has(c, CASE_NO_NORM))
         return;
     run_add_normal(run, "dweight", TENSOR_CHANGED, DTYPE_F32, 1, d, 1.0)->extra =

@@ -104,10 +104,15 @@ static struct kernel_tensor *owner_of(const struct kernel_run *run, struct kerne
     return tensor->alias != NULL ? run_find(run, tensor->alias) : tensor;
 }
 
+static void *start_of(const struct kernel_tensor *tensor)
+{
+    return (unsigned char *)tensor->device + tensor->shift;
+}
+
 void *run_device(const struct kernel_run *run, const char *name)
 {
     struct kernel_tensor *tensor = run_find(run, name);
-    return tensor != NULL ? owner_of(run, tensor)->device : NULL;
+    return tensor != NULL ? start_of(owner_of(run, tensor)) : NULL;
 }
 
 int64_t run_stride(const struct kernel_run *run, const char *name)
@@ -168,14 +173,12 @@ static void send(struct kernel_run *run, struct kernel_tensor *tensor)
                     tensor->value[r * tensor->columns + c]);
     if (tensor->alias != NULL)
         return;
+    size_t all = tensor->shift + tensor->bytes + GUARD;
+    tensor->device = tensor->host ? run->backend->host_alloc(all) : run->backend->alloc(all);
     if (tensor->host)
-        tensor->device = run->backend->host_alloc(tensor->bytes + GUARD);
+        memcpy(start_of(tensor), tensor->sent, tensor->bytes + GUARD);
     else
-        tensor->device = run->backend->alloc(tensor->bytes + GUARD);
-    if (tensor->host)
-        memcpy(tensor->device, tensor->sent, tensor->bytes + GUARD);
-    else
-        run->backend->copy_in(run->stream, tensor->device, tensor->sent, tensor->bytes + GUARD);
+        run->backend->copy_in(run->stream, start_of(tensor), tensor->sent, tensor->bytes + GUARD);
 }
 
 void kernel_run_send(struct kernel_run *run, const struct backend *backend, struct stream *stream)
@@ -207,10 +210,10 @@ static unsigned char *fetch_bytes(const struct kernel_run *run, const struct ker
     struct kernel_tensor *owner = owner_of(run, (struct kernel_tensor *)tensor);
     unsigned char *bytes = memory_alloc(owner->bytes + GUARD, 1);
     if (owner->host) {
-        memcpy(bytes, owner->device, owner->bytes + GUARD);
+        memcpy(bytes, start_of(owner), owner->bytes + GUARD);
         return bytes;
     }
-    run->backend->copy_out(run->stream, bytes, owner->device, owner->bytes + GUARD);
+    run->backend->copy_out(run->stream, bytes, start_of(owner), owner->bytes + GUARD);
     run->backend->sync(run->stream);
     return bytes;
 }

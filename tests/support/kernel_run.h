@@ -22,9 +22,10 @@ struct kernel_tensor {
     double *expected;                    // [rows, columns] what should come out (OUT and CHANGED)
     double extra;                        // added to the bounds, absolute
     const struct compare_bounds *bounds; // instead of the case's; NULL: those
-    const char *alias; // lies on this tensor, which it overwrites; NULL: own memory
-    bool host;         // an input that the op reads in host memory
-    void *device;
+    const char *alias;   // lies on this tensor, which it overwrites; NULL: own memory
+    bool host;           // an input that the op reads in host memory
+    size_t shift;        // bytes from the start of the memory to the tensor; 0 with an alias
+    void *device;        // start of the memory
     unsigned char *sent; // [rows * stride] elements and a guard, as they were before the op
     size_t bytes;        // without the guard
 };
