@@ -26,7 +26,9 @@ struct options {
     bool served;        // eval: weights rounded to bf16, as exports hold them
     bool no_verdicts;
     bool markdown;
-    char **files; // what follows the options
+    const char *target_config, *device_memory, *gpus, *tflops, *vary; // plan
+    bool json, fit;                                                   // plan
+    char **files;                                                     // what follows the options
     int file_count;
     const char *command; // the whole command line as typed
 };

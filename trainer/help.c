@@ -26,8 +26,21 @@ static const struct help helps[] = {
     {"trace", "dtrain trace --config FILE --out FILE.safetensors [--checkpoint DIR] [--set ...]",
      "Runs one training step and writes everything needed to compute it again elsewhere.\n"
      "  --checkpoint DIR   the step that follows this checkpoint (default: the first step)\n"},
-    {"plan", "dtrain plan --config FILE [--set KEY=VALUE]...",
-     "Memory that a run takes, by group of tensors, before anything is allocated.\n"},
+    {"plan",
+     "dtrain plan --config FILE [--set ...] [--json] [--device-memory 96GiB] [--gpus N] [--fit "
+     "[--vary KEYS]]",
+     "Memory that a run takes on the device and on the host, by group of tensors, before anything "
+     "is\n"
+     "allocated; operations, bytes read and disk. Needs no GPU, no shards and no weights of the\n"
+     "target. Exit status 1 when it does not fit.\n"
+     "  --device-memory N  memory of one GPU, as 96GiB (default: memory.limit, or the GPU's here)\n"
+     "  --gpus N           ranks that share the optimizer's state (default: 1)\n"
+     "  --fit              the largest values of keys that fit\n"
+     "  --vary KEYS        of which keys, as seq_len,layers (default: seq_len, layers, "
+     "group_rows)\n"
+     "  --json             everything as one JSON object, every tensor with its bytes\n"
+     "  --target-config F  the target's config.json, where target.path is not there\n"
+     "  --tflops N         rate for the least time of a step (default: 700, an H200)\n"},
     {"export", "dtrain export --checkpoint DIR --format zlab --out DIR [--allow-unservable]",
      "Writes a servable drafter (bf16 model.safetensors and config.json).\n"
      "  --format zlab      read by SGLang, vLLM and z-lab's code\n"

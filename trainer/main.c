@@ -27,6 +27,13 @@ enum option_id {
     OPTION_SERVED,
     OPTION_NO_VERDICTS,
     OPTION_MARKDOWN,
+    OPTION_TARGET_CONFIG,
+    OPTION_DEVICE_MEMORY,
+    OPTION_GPUS,
+    OPTION_TFLOPS,
+    OPTION_JSON,
+    OPTION_FIT,
+    OPTION_VARY,
     OPTION_HELP,
     OPTION_VERSION,
 };
@@ -46,6 +53,13 @@ static const struct option long_options[] = {
     {"served", no_argument, NULL, OPTION_SERVED},
     {"no-verdicts", no_argument, NULL, OPTION_NO_VERDICTS},
     {"markdown", no_argument, NULL, OPTION_MARKDOWN},
+    {"target-config", required_argument, NULL, OPTION_TARGET_CONFIG},
+    {"device-memory", required_argument, NULL, OPTION_DEVICE_MEMORY},
+    {"gpus", required_argument, NULL, OPTION_GPUS},
+    {"tflops", required_argument, NULL, OPTION_TFLOPS},
+    {"json", no_argument, NULL, OPTION_JSON},
+    {"fit", no_argument, NULL, OPTION_FIT},
+    {"vary", required_argument, NULL, OPTION_VARY},
     {"help", no_argument, NULL, OPTION_HELP},
     {"version", no_argument, NULL, OPTION_VERSION},
     {NULL, 0, NULL, 0},
@@ -64,7 +78,8 @@ static const struct command commands[] = {
     {"train", command_train, "config set resume replan", "config", false},
     {"eval", command_eval, "config set checkpoint blocks rows served", "config checkpoint", false},
     {"trace", command_trace, "config set checkpoint out", "config out", false},
-    {"plan", command_plan, "config set", "config", false},
+    {"plan", command_plan, "config set json device-memory gpus fit vary target-config tflops",
+     "config", false},
     {"export", command_export, "checkpoint format out allow-unservable", "checkpoint format out",
      false},
     {"data check", command_data_check, "target no-verdicts", "", true},
@@ -139,6 +154,33 @@ static int take_rows(const char *text, long long *rows)
                : 0;
 }
 
+// Those that only `plan` has.
+static void take_plan_option(int id, struct options *options)
+{
+    switch (id) {
+    case OPTION_TARGET_CONFIG:
+        options->target_config = optarg;
+        break;
+    case OPTION_DEVICE_MEMORY:
+        options->device_memory = optarg;
+        break;
+    case OPTION_GPUS:
+        options->gpus = optarg;
+        break;
+    case OPTION_TFLOPS:
+        options->tflops = optarg;
+        break;
+    case OPTION_JSON:
+        options->json = true;
+        break;
+    case OPTION_FIT:
+        options->fit = true;
+        break;
+    default:
+        options->vary = optarg;
+    }
+}
+
 // Puts one option into `options`. Returns 0, or an exit status.
 static int take_option(const struct command *command, int id, struct options *options)
 {
@@ -189,6 +231,15 @@ static int take_option(const struct command *command, int id, struct options *op
         break;
     case OPTION_MARKDOWN:
         options->markdown = true;
+        break;
+    case OPTION_TARGET_CONFIG:
+    case OPTION_DEVICE_MEMORY:
+    case OPTION_GPUS:
+    case OPTION_TFLOPS:
+    case OPTION_JSON:
+    case OPTION_FIT:
+    case OPTION_VARY:
+        take_plan_option(id, options);
         break;
     case OPTION_HELP:
     case OPTION_VERSION:

@@ -1,4 +1,4 @@
-// The commands that need no model state: config, export, data, plan.
+// The commands that need no model state: config, export, data.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -7,7 +7,6 @@
 #include "data/check.h"
 #include "trainer/commands.h"
 #include "trainer/export.h"
-#include "trainer/session.h"
 #include "trainer/teacher_check.h"
 
 int command_config(const struct options *options)
@@ -57,46 +56,4 @@ int command_data_stats(const struct options *options)
         return EXIT_DONE;
     log_error("%s", err.text);
     return EXIT_FAILED;
-}
-
-static void print_plan(const struct arena *arena, const struct execution *e)
-{
-    printf("%-14s %12s\n", "group", "MiB");
-    for (size_t i = 0; i < arena->count; i++) {
-        const char *group = arena->entries[i].group;
-        bool seen = false;
-        for (size_t j = 0; j < i && !seen; j++)
-            seen = strcmp(arena->entries[j].group, group) == 0;
-        if (!seen)
-            printf("%-14s %12.1f\n", group, (double)arena_group_bytes(arena, group) / 1048576.0);
-    }
-    printf("%-14s %12.1f\n\n", "all", (double)arena->bytes / 1048576.0);
-    printf("device %s, compute %s, group_rows %lld, chunk_rows %lld, recompute %s, logits %s\n",
-           e->device, e->compute, (long long)e->group_rows, (long long)e->chunk_rows, e->recompute,
-           e->logits);
-}
-
-int command_plan(const struct options *options)
-{
-    struct config config;
-    struct session session = {0};
-    struct error err = {0};
-    int status = EXIT_REFUSED;
-    config_init(&config);
-    if (session_config(&config, options->config, options->sets, options->set_count, SESSION_TRAIN,
-                       &err) != 0 ||
-        session_open(&session, &config, SESSION_TRAIN, &err) != 0) {
-        log_error("%s", err.text);
-    } else {
-        struct arena arena;
-        struct step_setup setup = session_step_setup(&session, true);
-        arena_init(&arena);
-        step_plan(&arena, &setup);
-        print_plan(&arena, &session.execution);
-        arena_release(&arena);
-        status = EXIT_DONE;
-    }
-    session_close(&session);
-    config_release(&config);
-    return status;
 }

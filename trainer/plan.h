@@ -1,0 +1,73 @@
+// What a run will take, before it takes anything: memory by group on the device and on the host, for any
+// number of ranks, and how the step is cut so that it fits. Made from the arena table that training
+// itself takes; nothing is allocated, no GPU is needed.
+#ifndef TRAINER_PLAN_H
+#define TRAINER_PLAN_H
+
+#include "trainer/session.h"
+
+// What stays the same while a config's numbers are varied.
+struct plan_subject {
+    const struct target *target;          // sizes are enough
+    const struct backend *backend;        // live, or backend_planned()
+    int64_t layer_ids[DFLASH_MAX_LAYERS]; // [features] in use
+    int32_t plane[DFLASH_MAX_LAYERS];     // [features]
+    int64_t features, planes;             // L in use, P
+    int32_t last_plane;                   // -1: no last hidden state
+    enum last_hidden last_hidden;
+    bool training;     // false: scoring only
+    bool validates;    // there are validation shards
+    int64_t documents; // 0: not known
+    int64_t ranks;     // that the limit is held against
+    size_t limit; // bytes of a device that may be taken in all, context included; 0: any number
+};
+
+struct plan_part {
+    char name[24];
+    size_t bytes;
+};
+
+enum { PLAN_PARTS = 24, PLAN_MOST_RANKS = 4096 };
+
+struct plan {
+    struct dflash_sizes sizes;
+    struct params params;
+    struct execution first;              // what would be chosen if memory had no end
+    struct execution execution;          // what is chosen
+    struct arena arena;                  // table of what a step takes on one rank
+    struct plan_part device[PLAN_PARTS]; // one rank: groups of the arena, workspaces, context
+    size_t device_count;
+    struct plan_part host[PLAN_PARTS];
+    size_t host_count;
+    size_t needed; // what the limit is held against
+    bool fits;
+};
+
+// Resolves sizes and chooses an execution: the first of ever thriftier ones that fits the subject's limit,
+// and the thriftiest possible when none does. `fixed`: this execution instead. -1: the config is
+// faulty. Close with plan_release either way.
+int plan_make(struct plan *plan, const struct plan_subject *subject, const struct config *config,
+              const struct execution *fixed, struct error *err);
+void plan_release(struct plan *plan);
+
+// Bytes of a part of plan->device on each of `ranks` GPUs: optimizer state and master weights belong to
+// ranks as whole tensors; the rank that has most of them counts.
+size_t plan_part_bytes(const struct plan *plan, size_t part, int64_t ranks);
+size_t plan_device_bytes(const struct plan *plan, int64_t ranks);
+size_t plan_host_bytes(const struct plan *plan);
+// On a CPU device and host share one memory, so both are needed; on a GPU the device's bytes.
+size_t plan_needed(const struct plan *plan, int64_t ranks);
+
+// The next thriftier execution in *e: what the config leaves open, cut smaller or computed again, in the
+// order of the time it costs. *rung: 0 at first. False: there is none.
+bool plan_thriftier(struct execution *e, const struct execution *first, const struct config *config,
+                    int64_t block_size, size_t *rung);
+
+// The subject of a session that is open, with the memory that is free now as its limit.
+struct plan_subject plan_subject_of(const struct session *session, bool training);
+// Before anything is taken: chooses what the config leaves open so that the run fits into memory and
+// puts it into the session's execution. -1: nothing fits; err has the plan by group and the nearest
+// values that do. frozen: the session's execution is as it has to be.
+int plan_admit(struct session *session, bool training, bool frozen, struct error *err);
+
+#endif

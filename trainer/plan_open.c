@@ -1,0 +1,226 @@
+// Owns the leniency of plans: which facts are taken from where when weights or shards are missing.
+#include "trainer/plan_open.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/log.h"
+#include "trainer/files.h"
+
+static bool has_weights(const char *path)
+{
+    static const char *const names[] = {"head.safetensors", "model.safetensors",
+                                        "model.safetensors.index.json"};
+    bool found = false;
+    for (size_t i = 0; i < sizeof(names) / sizeof(*names) && !found; i++) {
+        char *file = memory_format("%s/%s", path, names[i]);
+        found = files_exists(file);
+        free(file);
+    }
+    return found;
+}
+
+static int no_target(const struct config *config, struct error *err)
+{
+    return error_set(
+        err,
+        "target.path: %s is not there, and its name is not of a model whose sizes this program "
+        "knows. "
+        "Sizes are enough for a plan: give the model's config.json with --target-config FILE, or a "
+        "file "
+        "like {\"hidden_size\": 5120, \"vocab_size\": 248320, \"num_hidden_layers\": 64, "
+        "\"tie_word_embeddings\": false}",
+        config->target.path);
+}
+
+static int open_target(struct plan_input *input, const struct config *config,
+                       const char *target_config, struct error *err)
+{
+    const char *path = config->target.path;
+    struct target *target = &input->target;
+    int status = 0;
+    if (target_config != NULL || (files_is_folder(path) && !has_weights(path))) {
+        const char *from = target_config != NULL ? target_config : path;
+        status = target_open_sizes(target, from, err);
+        if (status != 0)
+            error_prefix(err, target_config != NULL ? "--target-config" : "target.path");
+        snprintf(input->target_from, sizeof(input->target_from), "sizes of %s", from);
+    } else if (files_is_folder(path)) {
+        if (target_open(target, path, err) != 0)
+            return error_prefix(err, "target.path");
+        snprintf(input->target_from, sizeof(input->target_from), "%s", path);
+    } else if (target_open_known(target, path)) {
+        snprintf(input->target_from, sizeof(input->target_from),
+                 "sizes of %s as published; %s is not there", target->path, path);
+    } else {
+        status = no_target(config, err);
+    }
+    return status;
+}
+
+// What a set of shards has in common, from the first one's header, and sums over all of them.
+struct headers {
+    struct shard *shards;
+    size_t count;
+};
+
+static void close_headers(struct headers *headers)
+{
+    for (size_t i = 0; i < headers->count; i++)
+        shard_close(&headers->shards[i]);
+    free(headers->shards);
+}
+
+static int open_headers(struct headers *headers, const struct config_texts *paths,
+                        struct error *err)
+{
+    int faults = 0;
+    headers->shards = memory_alloc(paths->count, sizeof(*headers->shards));
+    for (size_t i = 0; i < paths->count; i++) {
+        struct error found = {""};
+        if (shard_open(&headers->shards[headers->count], paths->items[i], &found) == 0) {
+            headers->count++;
+            if (headers->count > 1)
+                faults |=
+                    shard_compare(&headers->shards[0], &headers->shards[headers->count - 1], err);
+        } else {
+            faults |= error_add(err, "%s", found.text);
+        }
+    }
+    return faults != 0 ? -1 : 0;
+}
+
+static void sum_documents(struct plan_documents *d, const struct headers *headers, int64_t seq_len)
+{
+    double squares = 0.0;
+    *d = (struct plan_documents){.shards = (int64_t)headers->count};
+    for (size_t i = 0; i < headers->count; i++) {
+        const struct shard *shard = &headers->shards[i];
+        d->file_bytes += (double)shard->file_size;
+        d->documents += shard->documents;
+        for (int64_t n = 0; n < shard->documents; n++) {
+            int64_t length = shard->doc_offsets[n + 1] - shard->doc_offsets[n];
+            length = length < seq_len ? length : seq_len;
+            d->tokens += length;
+            squares += (double)length * (double)length;
+        }
+    }
+    d->mean_square = d->tokens > 0 ? squares / (double)d->tokens : 0.0;
+}
+
+static int check_target(const struct shard *shard, const struct target *target, struct error *err)
+{
+    if (shard->hidden_size != target->hidden_size)
+        return error_set(err, "%s: hidden_size %lld, but the target has %lld", shard->path,
+                         (long long)shard->hidden_size, (long long)target->hidden_size);
+    if (shard->vocab_size != target->vocab_size)
+        return error_set(err, "%s: vocab_size %lld, but the target has %lld", shard->path,
+                         (long long)shard->vocab_size, (long long)target->vocab_size);
+    return 0;
+}
+
+static int use_shards(struct plan_input *input, const struct config *config,
+                      const struct headers *headers, struct error *err)
+{
+    struct plan_subject *s = &input->subject;
+    struct shard *first = &headers->shards[0];
+    struct documents as_documents = {.shards = headers->shards,
+                                     .shard_count = headers->count,
+                                     .hidden_size = first->hidden_size,
+                                     .planes = first->planes,
+                                     .layer_ids = first->layer_ids,
+                                     .shard_layers = first->layers,
+                                     .last_hidden = first->last_hidden};
+    if (check_target(first, &input->target, err) != 0 ||
+        documents_select_planes(&as_documents, &config->target.layer_ids, input->target.layers,
+                                s->plane, DFLASH_MAX_LAYERS, &s->features, &s->last_plane,
+                                err) != 0)
+        return -1;
+    for (int64_t l = 0; l < s->features; l++)
+        s->layer_ids[l] = first->layer_ids[s->plane[l]];
+    s->planes = first->planes;
+    s->last_hidden = first->last_hidden;
+    sum_documents(&input->documents, headers, config->data.seq_len);
+    s->documents = input->documents.documents;
+    snprintf(input->data_from, sizeof(input->data_from), "%zu shards of data.train",
+             headers->count);
+    return 0;
+}
+
+// Shards as they would be extracted for this config: its layers and the last hidden state. why: the
+// words of there being none.
+static int imagine_shards(struct plan_input *input, const struct config *config, const char *why,
+                          struct error *err)
+{
+    struct plan_subject *s = &input->subject;
+    const struct config_ints *ids = &config->target.layer_ids;
+    if (ids->count == 0)
+        return error_set(err, "target.layer_ids: needed to plan without shards, since no file of "
+                              "data.train says which layers there are");
+    if (ids->count > DFLASH_MAX_LAYERS)
+        return error_set(err, "target.layer_ids: %zu layers; at most %d are possible", ids->count,
+                         DFLASH_MAX_LAYERS);
+    s->features = (int64_t)ids->count;
+    for (int64_t l = 0; l < s->features; l++) {
+        s->layer_ids[l] = ids->items[l];
+        s->plane[l] = (int32_t)l;
+    }
+    s->planes = s->features + 1;
+    s->last_plane = (int32_t)s->features;
+    s->last_hidden = LAST_HIDDEN_PRE_NORM;
+    snprintf(input->data_from, sizeof(input->data_from),
+             "target.layer_ids and the last hidden state; no shards yet: %.*s",
+             (int)strcspn(why, "\n"), why);
+    return 0;
+}
+
+static int open_data(struct plan_input *input, struct config *config, struct error *err)
+{
+    struct headers headers = {.count = 0};
+    struct error missing = {"data.train is empty"};
+    struct config_texts val = config->data.val;
+    input->subject.validates = val.count > 0;
+    config->data.val =
+        (struct config_texts){.count = 0}; // of no consequence whether they are there
+    bool found = config->data.train.count > 0 && config_expand_files(config, &missing) == 0;
+    config->data.val = val;
+    if (!found)
+        return imagine_shards(input, config, missing.text, err);
+    int status = open_headers(&headers, &config->data.train, err);
+    if (status == 0)
+        status = use_shards(input, config, &headers, err);
+    close_headers(&headers);
+    return status;
+}
+
+// auto without a GPU: whoever plans here trains elsewhere.
+static void choose_backend(struct plan_input *input, const struct config *config)
+{
+    struct error why = {""};
+    bool cpu = config->run.device == DEVICE_CPU;
+    const struct backend *cuda = cpu ? NULL : backend_cuda(&why);
+    input->live = cpu || cuda != NULL;
+    input->subject.backend = cpu ? backend_cpu() : cuda != NULL ? cuda : backend_planned();
+}
+
+int plan_input_open(struct plan_input *input, struct config *config, const char *target_config,
+                    struct error *err)
+{
+    *input = (struct plan_input){.live = false};
+    struct plan_subject *s = &input->subject;
+    s->training = true;
+    s->ranks = 1;
+    s->target = &input->target;
+    if (session_check_built(config, err) != 0 ||
+        open_target(input, config, target_config, err) != 0)
+        return -1;
+    if (open_data(input, config, err) != 0)
+        return -1;
+    choose_backend(input, config);
+    return 0;
+}
+
+void plan_input_close(struct plan_input *input)
+{
+    target_close(&input->target);
+}

@@ -1,0 +1,23 @@
+// Opens what a plan needs from a config: the target's sizes, with or without its weights, and the shards'
+// headers, or no shards at all.
+#ifndef TRAINER_PLAN_OPEN_H
+#define TRAINER_PLAN_OPEN_H
+
+#include "trainer/plan_work.h"
+
+struct plan_input {
+    struct target target;
+    char target_from[320]; // where its sizes are from, in words
+    char data_from[320];   // where planes and documents are from, in words
+    struct plan_subject subject;
+    struct plan_documents documents;
+    bool live; // the backend's device is there
+};
+
+// target_config: a config.json or a folder with one, instead of the config's target.path; NULL: none.
+// Reads the config's patterns of shards; those that match nothing are no fault.
+int plan_input_open(struct plan_input *input, struct config *config, const char *target_config,
+                    struct error *err);
+void plan_input_close(struct plan_input *input);
+
+#endif

@@ -1,0 +1,221 @@
+// Owns the text of a plan: tables in GiB, choices with their reasons, work and disk.
+#include "trainer/plan_print.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+#include "base/byte_size.h"
+
+static const int64_t rank_columns[] = {1, 2, 4, 8};
+enum { RANK_COLUMNS = sizeof(rank_columns) / sizeof(*rank_columns) };
+
+const char *plan_number(int64_t value, char text[PLAN_NUMBER_TEXT])
+{
+    char digits[24];
+    int n = snprintf(digits, sizeof(digits), "%" PRId64, value < 0 ? -value : value);
+    char *at = text;
+    if (value < 0)
+        *at++ = '-';
+    for (int i = 0; i < n; i++) {
+        if (i > 0 && (n - i) % 3 == 0)
+            *at++ = ',';
+        *at++ = digits[i];
+    }
+    *at = '\0';
+    return text;
+}
+
+static double gib(size_t bytes)
+{
+    return (double)bytes / 0x1p30;
+}
+
+static void print_model(const struct plan_report *r, FILE *out)
+{
+    const struct dflash_sizes *s = &r->plan->sizes;
+    const struct plan_subject *subject = &r->input->subject;
+    char a[PLAN_NUMBER_TEXT], b[PLAN_NUMBER_TEXT];
+    fprintf(out, "target    %s\n", r->input->target_from);
+    fprintf(out, "          hidden %s, vocabulary %s, %s\n", plan_number(s->hidden, a),
+            plan_number(s->vocab, b),
+            subject->target->tied ? "the embedding is the head" : "a head of its own");
+    fprintf(out, "drafter   %lld layers, %lld/%lld heads of %lld, MLP %s, blocks of %lld: ",
+            (long long)s->layers, (long long)s->heads, (long long)s->kv_heads,
+            (long long)s->head_dim, plan_number(s->intermediate, a), (long long)s->block_size);
+    fprintf(out, "%.1f M parameters, computed in %s\n", (double)r->plan->params.trainable * 1e-6,
+            r->plan->execution.compute);
+    fprintf(out, "rows      %lld a step, %s tokens of %lld planes (%s bytes a token)\n",
+            (long long)r->config->data.rows_per_step, plan_number(r->config->data.seq_len, a),
+            (long long)subject->planes, plan_number((int64_t)plan_token_bytes(subject), b));
+    fprintf(out, "          from %s\n", r->input->data_from);
+}
+
+static void print_rank_row(const struct plan_report *r, FILE *out, size_t part)
+{
+    const struct plan *plan = r->plan;
+    fprintf(out, "  %-20s", part < plan->device_count ? plan->device[part].name : "total");
+    for (size_t i = 0; i < RANK_COLUMNS; i++)
+        fprintf(out, " %9.2f",
+                gib(part < plan->device_count ? plan_part_bytes(plan, part, rank_columns[i])
+                                              : plan_device_bytes(plan, rank_columns[i])));
+    fprintf(out, "\n");
+}
+
+static void print_share(const struct plan_report *r, FILE *out)
+{
+    char text[BYTE_SIZE_TEXT], label[64];
+    if (r->device_memory == 0)
+        return;
+    snprintf(label, sizeof(label), "of %s", byte_size_text((double)r->device_memory, text));
+    fprintf(out, "  %-20s", label);
+    for (size_t i = 0; i < RANK_COLUMNS; i++)
+        fprintf(out, " %7.1f %%",
+                100.0 * (double)plan_needed(r->plan, rank_columns[i]) / (double)r->device_memory);
+    fprintf(out, "\n");
+}
+
+static void print_device(const struct plan_report *r, FILE *out)
+{
+    fprintf(out, "\n%-22s",
+            strcmp(r->plan->execution.device, "cpu") == 0 ? "step, GiB on" : "GPU memory, GiB on");
+    for (size_t i = 0; i < RANK_COLUMNS; i++)
+        fprintf(out, " %2lld rank%s", (long long)rank_columns[i], i == 0 ? "  " : "s ");
+    fprintf(out, "\n");
+    for (size_t part = 0; part <= r->plan->device_count; part++)
+        print_rank_row(r, out, part);
+    print_share(r, out);
+    fprintf(out,
+            "  One rank is what this version runs. On more, optimizer state and master weights\n"
+            "  belong to ranks as whole tensors; what NCCL takes for itself is not counted.\n");
+}
+
+static void print_host(const struct plan_report *r, FILE *out)
+{
+    const struct plan *plan = r->plan;
+    fprintf(out, "\nhost memory, GiB a rank\n");
+    for (size_t i = 0; i < plan->host_count; i++)
+        fprintf(out, "  %-20s %9.2f\n", plan->host[i].name, gib(plan->host[i].bytes));
+    fprintf(out, "  %-20s %9.2f\n", "total", gib(plan_host_bytes(plan)));
+}
+
+static void print_choice(const struct plan_report *r, FILE *out, const char *name,
+                         const char *value)
+{
+    char why[PLAN_WHY_TEXT];
+    fprintf(out, "  %-11s %-8s %s\n", name, value, plan_why(r->plan, r->config, name, why));
+}
+
+static void print_choices(const struct plan_report *r, FILE *out)
+{
+    const struct execution *e = &r->plan->execution;
+    char text[PLAN_NUMBER_TEXT];
+    fprintf(out, "\nchoices (memory.*)\n");
+    print_choice(r, out, "group_rows", plan_number(e->group_rows, text));
+    print_choice(r, out, "chunk_rows", plan_number(e->chunk_rows, text));
+    print_choice(r, out, "recompute", e->recompute);
+    print_choice(r, out, "logits", e->logits);
+}
+
+static void print_work(const struct plan_report *r, FILE *out)
+{
+    const struct plan_work *w = r->work;
+    char a[PLAN_NUMBER_TEXT], b[PLAN_NUMBER_TEXT];
+    fprintf(out, "\none step: %lld rows of %s anchors, %s block rows each, in %.0f groups\n",
+            (long long)w->rows, plan_number((int64_t)w->anchors, a),
+            plan_number((int64_t)w->block_rows, b), w->groups);
+    const struct {
+        const char *name;
+        double flops;
+    } lines[] = {{"context", w->context},
+                 {"layers forward", w->forward},
+                 {"layers backward", w->backward},
+                 {"layers again", w->recompute},
+                 {"attention", w->attention},
+                 {"loss, students", w->student},
+                 {"loss, teachers", w->teacher},
+                 {"loss, gradient", w->gradient},
+                 {"total", w->flops}};
+    for (size_t i = 0; i < sizeof(lines) / sizeof(*lines); i++)
+        if (lines[i].flops > 0.0)
+            fprintf(out, "  %-20s %9.2f TFLOP\n", lines[i].name, lines[i].flops * 1e-12);
+    fprintf(
+        out,
+        "  Every anchor drawn, every token supervised; a block row sees %.0f tokens of context\n"
+        "  on average%s.\n",
+        w->visible,
+        w->guessed ? ", were a row one document: the most there can be" : " over these documents");
+    if (strcmp(r->plan->execution.device, "cpu") != 0)
+        fprintf(out, "  %-20s %9.2f s at %.0f TFLOP/s and %.1f TB/s for the update\n", "at least",
+                w->seconds, r->tflops, plan_bandwidth * 1e-12);
+}
+
+static void print_disk(const struct plan_report *r, FILE *out)
+{
+    char a[BYTE_SIZE_TEXT], b[BYTE_SIZE_TEXT], c[PLAN_NUMBER_TEXT], d[PLAN_NUMBER_TEXT];
+    const struct plan_documents *documents = &r->input->documents;
+    double token = plan_token_bytes(&r->input->subject);
+    double checkpoint = plan_checkpoint_bytes(r->plan);
+    double kept = (double)(r->config->checkpoint.keep + (r->config->checkpoint.best ? 1 : 0));
+    fprintf(out, "\ndisk\n  %-20s %s a step\n", "read", byte_size_text(r->work->read_bytes, a));
+    if (documents->tokens > 0)
+        fprintf(out, "  %-20s %s: %s tokens of %s documents\n", "data set",
+                byte_size_text(documents->file_bytes, a), plan_number(documents->tokens, c),
+                plan_number(documents->documents, d));
+    else
+        fprintf(out, "  %-20s %s for a million tokens\n", "data set",
+                byte_size_text(1e6 * token, a));
+    fprintf(out, "  %-20s %s, %s for the %.0f that are kept\n", "checkpoint",
+            byte_size_text(checkpoint, a), byte_size_text(checkpoint * kept, b), kept);
+}
+
+static void print_verdict(const struct plan_report *r, FILE *out)
+{
+    char need[BYTE_SIZE_TEXT], have[BYTE_SIZE_TEXT], gap[BYTE_SIZE_TEXT];
+    double needed = (double)r->plan->needed, limit = (double)r->device_memory;
+    if (r->device_memory == 0) {
+        fprintf(out, "\nneeds %s; --device-memory 96GiB says whether that fits\n",
+                byte_size_text(needed, need));
+        return;
+    }
+    byte_size_text(needed, need);
+    byte_size_text(limit, have);
+    byte_size_text(needed > limit ? needed - limit : limit - needed, gap);
+    if (r->plan->fits)
+        fprintf(out, "\nfits: %s of %s, %s to spare\n", need, have, gap);
+    else
+        fprintf(out, "\ndoes not fit: %s of %s, %s too much; --fit finds what does\n", need, have,
+                gap);
+}
+
+void plan_print(const struct plan_report *r, FILE *out)
+{
+    fprintf(out, "plan of %s for %s%s\n\n", r->config->file != NULL ? r->config->file : "a config",
+            strcmp(r->plan->execution.device, "cpu") == 0 ? "the CPU" : "CUDA",
+            r->input->live ? "" : " (no GPU is needed, and none is here)");
+    print_model(r, out);
+    print_device(r, out);
+    print_host(r, out);
+    print_choices(r, out);
+    print_work(r, out);
+    print_disk(r, out);
+    print_verdict(r, out);
+}
+
+void plan_summary(const struct plan *plan, int64_t ranks, char *text, size_t size)
+{
+    char bytes[BYTE_SIZE_TEXT];
+    size_t at = 0;
+    text[0] = '\0';
+    for (size_t i = 0; i < plan->device_count && at < size; i++)
+        at += (size_t)snprintf(text + at, size - at, "%s %s, ", plan->device[i].name,
+                               byte_size_text((double)plan_part_bytes(plan, i, ranks), bytes));
+    bool cpu = strcmp(plan->execution.device, "cpu") == 0;
+    if (cpu && at < size)
+        at += (size_t)snprintf(
+            text + at, size - at, "host %s, ",
+            byte_size_text((double)(plan_needed(plan, ranks) - plan_device_bytes(plan, ranks)),
+                           bytes));
+    if (at < size)
+        snprintf(text + at, size - at, "together %s",
+                 byte_size_text((double)plan_needed(plan, ranks), bytes));
+}

@@ -1,0 +1,112 @@
+// Owns the count of operations and bytes of a step. A product of [m, k] and [k, n] is 2 m k n operations.
+#include "trainer/plan_work.h"
+
+#include <math.h>
+#include <string.h>
+
+static double least(double a, double b)
+{
+    return a < b ? a : b;
+}
+
+// Context positions that block rows see in a layer. Anchors lie evenly over documents of length n: on
+// average they see n / 2 positions, and with a window w min(p, w) at position p.
+static double visible_positions(double n, double window)
+{
+    if (window <= 0.0 || window >= n)
+        return n / 2.0;
+    return window - window * window / (2.0 * n);
+}
+
+static void count_rows(struct plan_work *w, const struct plan *plan, const struct config *config,
+                       const struct plan_documents *documents)
+{
+    const struct dflash_sizes *s = &plan->sizes;
+    double tokens = (double)config->data.seq_len, block = (double)s->block_size;
+    double drafts = block - (s->predict_from_anchor ? 0.0 : 1.0);
+    double most = (double)config->anchors.max_anchors, in_row = 1.0;
+    if (documents->documents > 0)
+        in_row = fmax(1.0, tokens * (double)documents->documents / (double)documents->tokens);
+    if (config->anchors.per == ANCHORS_PER_DOCUMENT)
+        most *= in_row;
+    w->rows = config->data.rows_per_step;
+    w->anchors = least(most, tokens - 1.0);
+    w->block_rows = w->anchors * block;
+    w->groups = ceil(w->block_rows / (double)plan->execution.group_rows);
+    w->scored = w->anchors * drafts;
+    w->teachers = tokens * (1.0 - exp(-w->scored / tokens));
+    w->guessed = documents->tokens == 0;
+    double length = w->guessed ? tokens : documents->mean_square;
+    for (int64_t l = 0; l < s->layers; l++)
+        w->visible +=
+            visible_positions(length, s->sliding[l] ? (double)s->window : 0.0) / (double)s->layers;
+}
+
+// Of one row.
+static void count_layers(struct plan_work *w, const struct plan *plan, const struct config *config)
+{
+    const struct dflash_sizes *s = &plan->sizes;
+    double h = (double)s->hidden, q = (double)(s->heads * s->head_dim);
+    double kv = (double)(s->kv_heads * s->head_dim), layers = (double)s->layers;
+    double tokens = (double)config->data.seq_len;
+    double weights = h * (q + 2.0 * kv) + q * h + 3.0 * h * (double)s->intermediate;
+    double fc = 2.0 * tokens * (double)s->features * h * h;
+    double keys = layers * 2.0 * tokens * h * 2.0 * kv;
+    w->forward = 2.0 * w->block_rows * layers * weights;
+    w->backward = 2.0 * w->forward;
+    w->context = 2.0 * fc + 3.0 * keys; // the features need no gradient
+    double pairs = layers * w->block_rows * (w->visible + (double)s->block_size);
+    double product = 2.0 * q * pairs;
+    w->attention = (2.0 + 5.0) * product; // two products forward, five backward
+    if (strcmp(plan->execution.recompute, "layer") == 0)
+        w->recompute = w->forward + 2.0 * product;
+}
+
+static void count_loss(struct plan_work *w, const struct plan *plan,
+                       const struct plan_subject *subject)
+{
+    double product = 2.0 * (double)plan->sizes.hidden * (double)plan->sizes.vocab;
+    w->student = w->scored * product;
+    w->gradient = w->scored * product;
+    w->teacher = subject->last_plane >= 0 ? w->teachers * product : 0.0;
+}
+
+static void sum(struct plan_work *w)
+{
+    double *parts[] = {&w->context,   &w->forward, &w->backward, &w->recompute,
+                       &w->attention, &w->student, &w->teacher,  &w->gradient};
+    for (size_t i = 0; i < sizeof(parts) / sizeof(*parts); i++) {
+        *parts[i] *= (double)w->rows;
+        w->flops += *parts[i];
+    }
+}
+
+void plan_work(struct plan_work *w, const struct plan *plan, const struct plan_subject *subject,
+               const struct config *config, const struct plan_documents *documents, double tflops)
+{
+    *w = (struct plan_work){.rows = 0};
+    count_rows(w, plan, config, documents);
+    count_layers(w, plan, config);
+    count_loss(w, plan, subject);
+    sum(w);
+    // Gradients cleared and read, masters and moments read and written, weights written.
+    double elements = (double)plan->params.elements;
+    double copy = strcmp(plan->execution.compute, "bf16") == 0 ? 2.0 : 0.0;
+    w->optimizer_bytes = elements * (4.0 + 4.0 + 3.0 * 8.0 + copy);
+    w->read_bytes = (double)(w->rows * config->data.seq_len) * plan_token_bytes(subject);
+    w->rank_rows = ceil((double)w->rows / (double)subject->ranks);
+    w->seconds = w->flops * w->rank_rows / (double)w->rows / (tflops * 1e12) +
+                 w->optimizer_bytes / (double)subject->ranks / plan_bandwidth;
+}
+
+double plan_token_bytes(const struct plan_subject *subject)
+{
+    double features = (double)(subject->planes * subject->target->hidden_size) * sizeof(bf16);
+    return features + sizeof(int32_t) + sizeof(uint8_t); // token id and loss mask
+}
+
+double plan_checkpoint_bytes(const struct plan *plan)
+{
+    // Master and two moments in fp32, and the servable weights in bf16.
+    return (double)plan->params.trainable * (3.0 * sizeof(float) + sizeof(bf16));
+}

@@ -1,0 +1,42 @@
+// What a step computes and reads, and what a run keeps on disk.
+#ifndef TRAINER_PLAN_WORK_H
+#define TRAINER_PLAN_WORK_H
+
+#include "trainer/plan.h"
+
+// What is known of the documents.
+struct plan_documents {
+    int64_t shards, documents, tokens; // 0: no shards yet
+    double file_bytes;
+    double mean_square; // sum of squared lengths, each cut to seq_len, over the sum of lengths
+};
+
+// Of one optimizer step, all rows together; every anchor drawn, every token supervised.
+struct plan_work {
+    int64_t rows;      // packed rows
+    double anchors;    // of a row
+    double block_rows; // N, of a row
+    double groups;     // of a row
+    double scored;     // R, of a row
+    double teachers;   // distinct teacher positions, of a row
+    double visible;    // context positions that a block row sees, mean over layers
+    bool guessed;      // visible: of rows that hold one document each
+    // floating-point operations
+    double context, forward, backward, recompute, attention, student, teacher, gradient;
+    double flops;
+    double optimizer_bytes; // read and written by the update
+    double read_bytes;      // from shards
+    double seconds;         // of one rank with the rate given, at least
+    double rank_rows;       // rows of the busiest rank
+};
+
+enum { PLAN_TFLOPS = 700 };                  // sustained bf16 products of an H200
+static const double plan_bandwidth = 4.2e12; // bytes a second of its memory
+
+void plan_work(struct plan_work *work, const struct plan *plan, const struct plan_subject *subject,
+               const struct config *config, const struct plan_documents *documents, double tflops);
+
+double plan_token_bytes(const struct plan_subject *subject); // of a token in shards
+double plan_checkpoint_bytes(const struct plan *plan);
+
+#endif
