@@ -62,6 +62,7 @@ void params_initialize(const struct params *params, uint64_t seed, double init_s
     for (size_t i = 0; i < params->count; i++) {
         const struct param *param = &params->items[i];
         struct rng_key key = rng_key_make(seed, 0, name_hash(param->name), RNG_INIT);
+#pragma omp parallel for schedule(static)
         for (int64_t j = 0; j < param->count; j++)
             flat[param->offset + j] =
                 param->norm ? 1.0f : (float)(init_std * (double)rng_normal(key, (uint64_t)j));

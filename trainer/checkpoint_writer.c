@@ -90,7 +90,10 @@ int checkpoint_writer_open(struct checkpoint_writer **writer, const char *direct
     w->info = info;
     w->keep = keep;
     w->background = background;
-    model_state_open(&w->snapshot, params);
+    if (info->host_alloc != NULL)
+        model_state_open_in(&w->snapshot, params, info->host_alloc, info->host_free);
+    else
+        model_state_open(&w->snapshot, params);
     pthread_condattr_t attributes;
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);

@@ -24,11 +24,15 @@ struct counters {
 // Host memory: a snapshot for writing, or what was read.
 struct model_state {
     const struct params *params;
+    void (*free)(void *);  // of what follows
     float *master, *m, *v; // [params->elements]
     struct counters counters;
 };
 
 void model_state_open(struct model_state *state, const struct params *params);
+// The same in memory of the given allocator, whose contents are undefined at first.
+void model_state_open_in(struct model_state *state, const struct params *params,
+                         void *(*host_alloc)(size_t), void (*host_free)(void *));
 void model_state_close(struct model_state *state);
 
 #endif

@@ -120,6 +120,7 @@ void step_plan(struct arena *arena, const struct step_setup *setup)
 static void convert_frozen(const void *from, enum dtype from_type, int64_t count, void *to,
                            enum dtype to_type)
 {
+#pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < count; i++) {
         float value = from_type == DTYPE_BF16 ? bf16_to_float(((const bf16 *)from)[i])
                                               : ((const float *)from)[i];
@@ -135,8 +136,9 @@ static void load_frozen(struct step *step, const struct target_tensor *tensor, v
 {
     const struct backend *backend = step->setup.backend;
     enum dtype type = compute_type(&step->setup);
-    int64_t count = tensor->rows * tensor->columns, piece = 1 << 20;
-    unsigned char *buffer = memory_alloc((size_t)piece, 4);
+    int64_t count = tensor->rows * tensor->columns, most = 1 << 24;
+    int64_t piece = count < most ? count : most;
+    unsigned char *buffer = backend->host_alloc((size_t)piece * dtype_size(type));
     for (int64_t at = 0; at < count; at += piece) {
         int64_t n = count - at < piece ? count - at : piece;
         const unsigned char *from =
@@ -146,7 +148,7 @@ static void load_frozen(struct step *step, const struct target_tensor *tensor, v
                          (size_t)n * dtype_size(type));
         backend->sync(step->stream);
     }
-    free(buffer);
+    backend->host_free(buffer);
 }
 
 static void open_host(struct step *step)
@@ -164,7 +166,7 @@ static void open_host(struct step *step)
     step->anchors = memory_alloc(tokens, sizeof(*step->anchors));
     step->accepted = memory_alloc(tokens, sizeof(*step->accepted));
     step->slots = memory_alloc(rows, sizeof(*step->slots));
-    step->h_squares = memory_alloc(s->params->count, sizeof(*step->h_squares));
+    step->h_squares = s->backend->host_alloc(s->params->count * sizeof(*step->h_squares));
     slot_results_open(&step->results, s->execution->group_rows);
     loss_open(&step->loss);
 }
@@ -204,7 +206,8 @@ void step_close(struct step *step)
     free(step->anchors);
     free(step->accepted);
     free(step->slots);
-    free(step->h_squares);
+    if (step->h_squares != NULL)
+        step->setup.backend->host_free(step->h_squares);
     if (step->stream != NULL)
         step->setup.backend->sync(step->stream);
     step_stage_close(&step->stage);

@@ -390,7 +390,9 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
                                          .target = &session->target,
                                          .target_name = session->target_name,
                                          .data_fingerprint = session_fingerprint(session),
-                                         .command = run->options->command};
+                                         .command = run->options->command,
+                                         .host_alloc = session->backend->host_alloc,
+                                         .host_free = session->backend->host_free};
     if (checkpoint_writer_open(&run->writer, run->folder.checkpoints, &session->params, &run->info,
                                config->checkpoint.keep, config->checkpoint.background, err) != 0 ||
         load_state(run, resume, status, err) != 0 || check_bad_fraction(run, err) != 0)
