@@ -157,7 +157,7 @@ def run_ours(arguments, folder, target, shard, anchors):
     if not steps:
         return dict(anchors=anchors, failed=step.last_line(run))
     plan, _ = step.planned_gib(arguments.dtrain, config)
-    return dict(step.summarise(name, steps, startup, memory, plan), count=anchors)
+    return dict(step.summarise(name, steps, startup, memory, plan, arguments.tokens), count=anchors)
 
 
 def print_line(anchors, peer, ours):
@@ -170,7 +170,8 @@ def print_line(anchors, peer, ours):
         line += (f" | dtrain {number(ours, 'milliseconds', '{:7.1f}')} ms, used "
                  f"{number(ours, 'peak_gib', '{:.1f}')} GiB")
         if "milliseconds" in peer and "milliseconds" in ours:
-            line += (f" | time {ours['milliseconds'] / peer['milliseconds']:.3f}, first loss "
+            line += (f" | time {ours['milliseconds'] / peer['milliseconds']:.3f} of the peer's, "
+                     f"{ours['milliseconds'] / ours['floor']:.2f} of the floor, first loss "
                      f"{peer['loss']:.4f} and {ours['loss'][0]:.4f}, scored {peer['scored']:.4f}")
     for who, result in (("speculators", peer), ("dtrain", ours)):
         if result and "failed" in result:

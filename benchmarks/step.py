@@ -22,6 +22,7 @@ import threading
 import time
 
 import made_up
+import step_floor
 
 TOKENS = 8192
 ALL = ("v4-512 v4-1024 v4-2048 v4-3072 v4-8192 v4-1024-low v4-8192-low v4-1024-mix v4-2048-wild "
@@ -161,7 +162,16 @@ def planned_gib(dtrain, config):
         return None, None
 
 
-def summarise(name, steps, startup, memory, plan):
+def floor_of(name, tokens):
+    """None where rows are not filled by documents of one length."""
+    model, anchors, marks = parse_setting(name)
+    if "mix" in marks or "wild" in marks:
+        return None
+    length = tokens if "whole" in marks else tokens // 4
+    return step_floor.floor_milliseconds(made_up.MODELS[model], anchors, tokens, length)
+
+
+def summarise(name, steps, startup, memory, plan, tokens):
     counted = steps[SKIP:] if len(steps) > SKIP + 1 else steps
     median = statistics.median(s["seconds"] for s in counted)
     rows = statistics.median(made_up.BLOCK * s["anchors"] / s["seconds"] for s in counted)
@@ -171,14 +181,15 @@ def summarise(name, steps, startup, memory, plan):
                 if len(counted) > 1 else None,
                 block_rows_per_second=rows, anchors=[s["anchors"] for s in steps],
                 seconds=[s["seconds"] for s in steps], parts={k: 1e3 * v for k, v in parts.items()},
-                startup=startup, own_gib=steps[-1]["memory_bytes"] / 2**30, plan_gib=plan,
+                floor=floor_of(name, tokens), startup=startup, own_gib=steps[-1]["memory_bytes"] / 2**30, plan_gib=plan,
                 loss=[steps[0]["loss"], steps[-1]["loss"]], **memory)
 
 
 def print_line(r):
     parts = " ".join(f"{k} {v:.0f}" for k, v in r["parts"].items())
     plan = f"{r['plan_gib']:.2f}" if r["plan_gib"] else "-"
-    print(f"{r['setting']:20s} {r['milliseconds']:8.1f} ms  {r['block_rows_per_second']:8.0f} rows/s  "
+    floor = f"{r['milliseconds'] / r['floor']:.2f} x floor" if r["floor"] else ""
+    print(f"{r['setting']:20s} {r['milliseconds']:8.1f} ms {floor}  {r['block_rows_per_second']:8.0f} rows/s  "
           f"peak {r['peak_gib']:6.2f} GiB (own {r['own_gib']:.2f}, plan {plan}, growth {r['growth_gib']:+.2f})  "
           f"start {r['startup']:.1f} s  [{parts}]  loss {r['loss'][0]:.3f} to {r['loss'][1]:.3f}", flush=True)
 
@@ -232,7 +243,7 @@ def main():
         plan, _ = planned_gib(dtrain, config)
         if len(steps) < count:
             print(f"{name:20s} ended after {len(steps)} steps: {last_line(run)}", flush=True)
-        results.append(summarise(name, steps, startup, memory, plan))
+        results.append(summarise(name, steps, startup, memory, plan, arguments.tokens))
         print_line(results[-1])
         if "wild" in marks:
             print_wild(steps)
