@@ -19,11 +19,13 @@
 #define SUM_BF16(k_root) {2e-6 * (k_root), 0x1.04p-8, 1e-5}, "fp32 sums, one rounding to bf16"
 #define ATTENTION_F32    {1e-5, 1e-5, 1e-11}, "two products and a softmax of scores up to 10 in fp32"
 #define ATTENTION_BF16   {2e-5, 0x1.04p-8, 1e-5}, "as in fp32, one rounding to bf16"
-#define LOSS_F32         {1e-7, 1e-5, 1e-10}, "loss and gradient within 1e-5 relative of fp64"
-#define LOSS_BF16        {1e-7, 0x1.01p-8, 1e-5}, "fp32 arithmetic, gradient rounded once to bf16"
-#define NOISE            {1e-6, 0x1.01p-8, 1e-5}, "the same draws; logf and cosf may differ in the last bit"
-#define ADAM             {1e-7, 1e-6, 1e-12}, "a dozen fp32 operations"
-#define SQUARES          {0.0, 1e-6, 1e-12}, "fp32 sums of 512 squares, the rest in fp64"
+// Probabilities and their gradients are rounded to bf16 before their products: 2^-9 of terms up to 8.
+#define ATTENTION_ROUNDED {2e-2, 0x1p-7, 1e-5}, "as in bf16, with factors of sums rounded to bf16"
+#define LOSS_F32          {1e-7, 1e-5, 1e-10}, "loss and gradient within 1e-5 relative of fp64"
+#define LOSS_BF16         {1e-7, 0x1.01p-8, 1e-5}, "fp32 arithmetic, gradient rounded once to bf16"
+#define NOISE             {1e-6, 0x1.01p-8, 1e-5}, "the same draws; logf and cosf may differ in the last bit"
+#define ADAM              {1e-7, 1e-6, 1e-12}, "a dozen fp32 operations"
+#define SQUARES           {0.0, 1e-6, 1e-12}, "fp32 sums of 512 squares, the rest in fp64"
 
 #define TA CASE_TRANSPOSE_A
 #define TB CASE_TRANSPOSE_B
@@ -192,8 +194,41 @@ const struct kernel_case kernel_cases[] = {
     {"attention_forward", {2, 64, 90, 5, 1, 8}, DTYPE_F32, CASE_STRIDED, 125, ATTENTION_F32},
     {"attention_forward", {8, 8, 1024, 9, 3, 64}, DTYPE_F32, 0, 126, ATTENTION_F32},
     {"attention_forward", {3, 4, 700, 2, 1, 512}, DTYPE_F32, 0, 204, ATTENTION_F32},
+    {"attention_forward", {2, 5, 37, 4, 2, 300}, DTYPE_BF16, CASE_CAUSAL, 415, ATTENTION_BF16},
     {"attention_forward", {7, 5, 37, 3, 3, 7}, DTYPE_BF16, CASE_STRIDED, 127, ATTENTION_BF16},
-    {"attention_forward", {8, 8, 600, 9, 3, 64}, DTYPE_BF16, CASE_WINDOW, 128, ATTENTION_BF16},
+    {"attention_forward", {8, 8, 600, 9, 3, 64}, DTYPE_BF16, CASE_WINDOW, 128, ATTENTION_ROUNDED},
+    {"attention_forward", {9, 16, 301, 8, 2, 128}, DTYPE_BF16, 0, 400, ATTENTION_ROUNDED},
+    {"attention_forward",
+     {24, 16, 700, 8, 2, 128},
+     DTYPE_BF16,
+     CASE_WINDOW,
+     401,
+     ATTENTION_ROUNDED},
+    {"attention_forward",
+     {11, 7, 333, 9, 3, 96},
+     DTYPE_BF16,
+     CASE_CAUSAL | CASE_WINDOW,
+     402,
+     ATTENTION_ROUNDED},
+    {"attention_forward", {5, 32, 260, 6, 6, 64}, DTYPE_BF16, CASE_STRIDED, 403, ATTENTION_ROUNDED},
+    {"attention_forward", {70, 2, 500, 3, 1, 64}, DTYPE_BF16, 0, 404, ATTENTION_ROUNDED},
+    {"attention_forward", {3, 64, 190, 16, 1, 64}, DTYPE_BF16, CASE_CAUSAL, 405, ATTENTION_ROUNDED},
+    {"attention_forward",
+     {41, 3, 129, 5, 1, 128},
+     DTYPE_BF16,
+     CASE_STRIDED | CASE_WINDOW,
+     406,
+     ATTENTION_ROUNDED},
+    {"attention_forward", {6, 16, 270, 4, 2, 256}, DTYPE_BF16, 0, 407, ATTENTION_ROUNDED},
+    {"attention_forward",
+     {5, 7, 100, 8, 1, 256},
+     DTYPE_BF16,
+     CASE_CAUSAL | CASE_STRIDED,
+     408,
+     ATTENTION_ROUNDED},
+    {"attention_forward", {13, 16, 1100, 4, 4, 128}, DTYPE_BF16, 0, 409, ATTENTION_ROUNDED},
+    {"attention_forward", {3, 16, 0, 4, 2, 128}, DTYPE_BF16, 0, 410, ATTENTION_ROUNDED},
+    {"attention_forward", {1, 2, 1, 1, 1, 96}, DTYPE_BF16, 0, 411, ATTENTION_ROUNDED},
     {"attention_forward", {3, 6, 37, 4, 2, 250}, DTYPE_F32, CASE_WINDOW, 130, ATTENTION_F32},
     {"attention_forward", {64, 8, 4096, 9, 3, 64}, DTYPE_F32, CASE_BENCH, 129, ATTENTION_F32},
 
@@ -210,8 +245,51 @@ const struct kernel_case kernel_cases[] = {
     {"attention_backward", {2, 64, 90, 5, 1, 8}, DTYPE_F32, CASE_STRIDED, 145, ATTENTION_F32},
     {"attention_backward", {8, 8, 1024, 9, 3, 64}, DTYPE_F32, 0, 146, ATTENTION_F32},
     {"attention_backward", {3, 4, 700, 2, 1, 512}, DTYPE_F32, 0, 205, ATTENTION_F32},
+    {"attention_backward", {2, 5, 37, 4, 2, 300}, DTYPE_BF16, CASE_CAUSAL, 435, ATTENTION_BF16},
     {"attention_backward", {7, 5, 37, 3, 3, 7}, DTYPE_BF16, CASE_STRIDED, 147, ATTENTION_BF16},
-    {"attention_backward", {8, 8, 600, 9, 3, 64}, DTYPE_BF16, CASE_WINDOW, 148, ATTENTION_BF16},
+    {"attention_backward", {8, 8, 600, 9, 3, 64}, DTYPE_BF16, CASE_WINDOW, 148, ATTENTION_ROUNDED},
+    {"attention_backward", {9, 16, 301, 8, 2, 128}, DTYPE_BF16, 0, 420, ATTENTION_ROUNDED},
+    {"attention_backward",
+     {24, 16, 700, 8, 2, 128},
+     DTYPE_BF16,
+     CASE_WINDOW,
+     421,
+     ATTENTION_ROUNDED},
+    {"attention_backward",
+     {11, 7, 333, 9, 3, 96},
+     DTYPE_BF16,
+     CASE_CAUSAL | CASE_WINDOW,
+     422,
+     ATTENTION_ROUNDED},
+    {"attention_backward",
+     {5, 32, 260, 6, 6, 64},
+     DTYPE_BF16,
+     CASE_STRIDED,
+     423,
+     ATTENTION_ROUNDED},
+    {"attention_backward", {70, 2, 500, 3, 1, 64}, DTYPE_BF16, 0, 424, ATTENTION_ROUNDED},
+    {"attention_backward",
+     {3, 64, 190, 16, 1, 64},
+     DTYPE_BF16,
+     CASE_CAUSAL,
+     425,
+     ATTENTION_ROUNDED},
+    {"attention_backward",
+     {41, 3, 129, 5, 1, 128},
+     DTYPE_BF16,
+     CASE_STRIDED | CASE_WINDOW,
+     426,
+     ATTENTION_ROUNDED},
+    {"attention_backward", {6, 16, 270, 4, 2, 256}, DTYPE_BF16, 0, 427, ATTENTION_ROUNDED},
+    {"attention_backward",
+     {5, 7, 100, 8, 1, 256},
+     DTYPE_BF16,
+     CASE_CAUSAL | CASE_STRIDED,
+     428,
+     ATTENTION_ROUNDED},
+    {"attention_backward", {13, 16, 1100, 4, 4, 128}, DTYPE_BF16, 0, 429, ATTENTION_ROUNDED},
+    {"attention_backward", {3, 16, 0, 4, 2, 128}, DTYPE_BF16, 0, 430, ATTENTION_ROUNDED},
+    {"attention_backward", {1, 2, 1, 1, 1, 96}, DTYPE_BF16, 0, 431, ATTENTION_ROUNDED},
     {"attention_backward", {3, 6, 37, 4, 2, 250}, DTYPE_F32, CASE_WINDOW, 150, ATTENTION_F32},
     {"attention_backward", {64, 8, 4096, 9, 3, 64}, DTYPE_F32, CASE_BENCH, 149, ATTENTION_F32},
 
