@@ -17,6 +17,8 @@ template <typename Type> struct of_type {
     enum { N = PACK_BYTES / sizeof(Type) }; // elements of a pack
 };
 
+template <typename Type> using weight_of = Type; // elements of the weight
+
 // How the threads of a row share its packs: thread t has packs t, t + threads, ..., at most `each`.
 struct row_plan {
     int packs, threads, each; // each 0: no packs
@@ -59,9 +61,11 @@ static __global__ void __launch_bounds__(MOST_THREADS)
 {
     enum { N = of_type<Type>::N };
     __shared__ float partial[MOST_THREADS / WARP];
-    const Type *x = (const Type *)op.x + blockIdx.x * op.width, *weight = (const Type *)op.weight;
+    const Type *x = (const Type *)op.x + blockIdx.x * op.width;
+    const weight_of<Type> *weight = (const weight_of<Type> *)op.weight;
     Type *y = (Type *)op.y + blockIdx.x * op.width;
-    struct pack<Type, N> xs[EACH], scale[EACH];
+    struct pack<Type, N> xs[EACH];
+    struct pack<weight_of<Type>, N> scale[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
         int at = threadIdx.x + e * plan.threads;
@@ -70,7 +74,8 @@ static __global__ void __launch_bounds__(MOST_THREADS)
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
         int at = threadIdx.x + e * plan.threads;
-        scale[e] = at < plan.packs ? pack_load<N>(weight + at * N) : pack_zero<Type, N>();
+        scale[e] =
+            at < plan.packs ? pack_load<N>(weight + at * N) : pack_zero<weight_of<Type>, N>();
     }
     float squares = 0.0f;
 #pragma unroll
@@ -98,7 +103,8 @@ template <typename Type>
 static __global__ void __launch_bounds__(THREADS) forward_long_kernel(struct rms_norm op)
 {
     int64_t row = blockIdx.x;
-    const Type *x = (const Type *)op.x + row * op.width, *weight = (const Type *)op.weight;
+    const Type *x = (const Type *)op.x + row * op.width;
+    const weight_of<Type> *weight = (const weight_of<Type> *)op.weight;
     Type *y = (Type *)op.y + row * op.width;
     float squares = 0.0f;
     for (int64_t i = threadIdx.x; i < op.width; i += THREADS)
@@ -172,10 +178,12 @@ row_load(struct row_packs<Type, EACH> &r, const struct rms_norm &op, const struc
 
 // dx of a row, and its share of dweight into sums.
 template <typename Type, int EACH, bool ADD>
-static __device__ __forceinline__ void row_finish(
-    const struct row_packs<Type, EACH> &r, const struct pack<Type, of_type<Type>::N> (&scale)[EACH],
-    const struct pack<Type, of_type<Type>::N> (&old)[EACH], const struct rms_norm &op,
-    const struct row_plan &plan, int lane, Type *dx, float c, float (&sums)[EACH][of_type<Type>::N])
+static __device__ __forceinline__ void
+row_finish(const struct row_packs<Type, EACH> &r,
+           const struct pack<weight_of<Type>, of_type<Type>::N> (&scale)[EACH],
+           const struct pack<Type, of_type<Type>::N> (&old)[EACH], const struct rms_norm &op,
+           const struct row_plan &plan, int lane, Type *dx, float c,
+           float (&sums)[EACH][of_type<Type>::N])
 {
     enum { N = of_type<Type>::N };
 #pragma unroll
@@ -232,15 +240,16 @@ static __global__ void __launch_bounds__(GROUP_THREADS, EACH <= 2 ? 2 : 1)
     int groups = blockDim.x / plan.threads, turn = 0;
     int64_t first = blockIdx.x * size;
     int64_t end = first + size < op.rows ? first + size : op.rows;
-    struct pack<Type, N> scale[EACH], old[EACH];
+    struct pack<weight_of<Type>, N> scale[EACH];
+    struct pack<Type, N> old[EACH];
     float sums[EACH][N] = {};
     struct row_packs<Type, EACH> now, next;
     row_load(now, op, plan, lane, first + group, first + group < end);
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
         int at = lane + e * plan.threads;
-        scale[e] =
-            at < plan.packs ? pack_load<N>((const Type *)op.weight + at * N) : pack_zero<Type, N>();
+        scale[e] = at < plan.packs ? pack_load<N>((const weight_of<Type> *)op.weight + at * N)
+                                   : pack_zero<weight_of<Type>, N>();
     }
     for (int64_t base = first; base < end; base += groups) {
         int64_t row = base + group;
@@ -279,7 +288,8 @@ static __global__ void __launch_bounds__(GROUP_THREADS, EACH <= 2 ? 2 : 1)
 template <typename Type>
 static __device__ void backward_row(const struct rms_norm &op, int64_t row, float *sums, bool first)
 {
-    const Type *x = (const Type *)op.x + row * op.width, *weight = (const Type *)op.weight;
+    const Type *x = (const Type *)op.x + row * op.width;
+    const weight_of<Type> *weight = (const weight_of<Type> *)op.weight;
     const Type *dy = (const Type *)op.dy + row * op.width;
     Type *dx = (Type *)op.dx + row * op.width;
     float rstd = op.rstd[row], projection = 0.0f;
