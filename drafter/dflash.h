@@ -32,9 +32,10 @@ struct dflash_options {
     enum noise_kind noise; // of noisy context
     float noise_std;
     float embed_scale;
-    const void *weights; // [params->elements] compute dtype, backend memory
-    float *grads;        // [params->elements] fp32, added to; NULL when not training
-    const void *embed;   // [embed_rows, H] compute dtype, frozen
+    const void *weights; // [params->elements] compute dtype, backend memory: matrices are read here
+    const float *masters; // [params->elements] fp32, backend memory: norms are read here
+    float *grads;         // [params->elements] fp32, added to; NULL when not training
+    const void *embed;    // [embed_rows, H] compute dtype, frozen
     int64_t embed_rows;
 };
 

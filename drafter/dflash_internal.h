@@ -6,7 +6,7 @@
 
 // Weights and gradients of a tensor; a matrix [rows, columns].
 struct dflash_tensor {
-    const void *weight;
+    const void *weight; // a matrix in compute dtype, a norm in fp32
     float *grad;
     int64_t rows, columns;
 };

@@ -27,7 +27,8 @@ static struct dflash_tensor find(const struct dflash_options *o, const char *nam
     if (param == NULL)
         BUG("no parameter %s", name);
     return (struct dflash_tensor){
-        .weight = dflash_at(o->weights, o->compute, param->offset),
+        .weight = param->norm ? (const void *)(o->masters + param->offset)
+                              : dflash_at(o->weights, o->compute, param->offset),
         .grad = o->grads != NULL ? o->grads + param->offset : NULL,
         .rows = param->shape[0],
         .columns = param->dims == 2 ? param->shape[1] : 1,

@@ -16,7 +16,7 @@ struct norm_rope {
     enum dtype type;
     const void *x;            // [rows, heads, head_dim], rows x_stride apart
     int64_t x_stride;         // elements
-    const void *weight;       // [head_dim]; NULL: no norm
+    const float *weight;      // [head_dim] fp32 as in rms_norm.h; NULL: no norm
     const int32_t *positions; // [rows], below table_rows
     const float *cos, *sin;   // [table_rows, head_dim / 2], scaling included
     int64_t table_rows;

@@ -65,23 +65,18 @@ static void forward_row(const struct norm_rope *op, const float *weight, int64_t
     }
 }
 
-static const float *load_weight(const struct norm_rope *op, float *buffer)
+static void check(const struct norm_rope *op)
 {
     BUG_UNLESS(op->head_dim % 2 == 0 && op->head_dim <= MAX_HEAD_DIM);
-    if (op->weight == NULL)
-        return NULL;
-    piece_load(buffer, op->weight, op->type, 0, op->head_dim);
-    return buffer;
 }
 
 void norm_rope_forward_cpu(struct stream *stream, const struct norm_rope *op)
 {
-    float buffer[MAX_HEAD_DIM];
-    const float *weight = load_weight(op, buffer);
+    check(op);
     int threads = team(stream, op->rows * op->heads * op->head_dim);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < op->rows; row++)
-        forward_row(op, weight, row);
+        forward_row(op, op->weight, row);
 }
 
 // dn, the gradient of the normed head, becomes that of x; see rms_norm_cpu.c for the formula.
@@ -126,8 +121,8 @@ static void backward_row(const struct norm_rope *op, const float *weight, int64_
 
 void norm_rope_backward_cpu(struct stream *stream, const struct norm_rope *op)
 {
-    float buffer[MAX_HEAD_DIM];
-    const float *weight = load_weight(op, buffer);
+    check(op);
+    const float *weight = op->weight;
     BUG_UNLESS((weight == NULL) == (op->dweight == NULL));
     struct row_parts parts = row_parts_make(op->rows, RMS_NORM_PARTS);
     int threads = team(stream, op->rows * op->heads * op->head_dim);

@@ -15,8 +15,6 @@ enum {
     BACKWARD_THREADS = 320
 };
 
-template <typename Type> using weight_of = Type; // elements of the weight
-
 // How the heads of a call are divided.
 struct head_plan {
     unsigned lanes; // of a head
@@ -113,8 +111,8 @@ static __device__ __forceinline__ float head_squares(const struct head_packs<Typ
 template <typename Type, int N, int PER>
 static __device__ __forceinline__ void
 rotate_head(const struct norm_rope &op, const struct head_packs<Type, N, PER> &x,
-            const struct head_packs<weight_of<Type>, N, PER> &weight,
-            const struct angles<N, PER> &angles, float rstd, Type *y, int lane, int lanes)
+            const struct head_packs<float, N, PER> &weight, const struct angles<N, PER> &angles,
+            float rstd, Type *y, int lane, int lanes)
 {
     int half = (int)op.head_dim / 2;
 #pragma unroll
@@ -149,14 +147,14 @@ static __global__ void __launch_bounds__(THREADS)
     int64_t row = there ? item / plan.slots : 0;
     unsigned slot = item % plan.slots;
     struct head_packs<Type, N, PER> x[HEADS];
-    struct head_packs<weight_of<Type>, N, PER> weight;
+    struct head_packs<float, N, PER> weight;
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
         unsigned head = slot + h * plan.slots;
         head_load(x[h], (const Type *)op.x + row * op.x_stride + head * op.head_dim, half, lane,
                   lanes, there && head < op.heads);
     }
-    head_load(weight, (const weight_of<Type> *)op.weight, half, lane, lanes, op.weight != NULL);
+    head_load(weight, op.weight, half, lane, lanes, op.weight != NULL);
     struct angles<N, PER> angles;
     angles_load(angles, op, row, lane, lanes);
 #pragma unroll
@@ -248,7 +246,7 @@ static __device__ __forceinline__ void rotate_back(const struct head_packs<Gradi
 template <typename Type, int N, int PER>
 static __device__ __forceinline__ void
 norm_backward(const struct norm_rope &op, struct head_packs<Type, N, PER> &x,
-              struct head_packs<weight_of<Type>, N, PER> &weight, unsigned lanes,
+              struct head_packs<float, N, PER> &weight, unsigned lanes,
               struct head_sums<N, PER> &dn, struct head_sums<N, PER> &sums)
 {
     float projection = 0.0f;
@@ -323,8 +321,8 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, N > 1 && sizeof(Type)
     int half = (int)op.head_dim / 2;
     struct head_sums<N, PER> sums = {
     };
-    struct head_packs<weight_of<Type>, N, PER> weight;
-    head_load(weight, (const weight_of<Type> *)op.weight, half, lane, lanes, op.weight != NULL);
+    struct head_packs<float, N, PER> weight;
+    head_load(weight, op.weight, half, lane, lanes, op.weight != NULL);
     // Whole warps go on together: head_sum needs them.
     for (; index / (WARP / plan.lanes) * (WARP / plan.lanes) < plan.items; index += step) {
         bool there = index < plan.items;

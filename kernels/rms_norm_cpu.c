@@ -8,9 +8,8 @@
 
 static void load_scale(float *scale, const struct rms_norm *norm, int64_t first, int64_t n)
 {
-    piece_load(scale, norm->weight, norm->type, first, n);
     for (int64_t i = 0; i < n; i++)
-        scale[i] += norm->weight_offset;
+        scale[i] = norm->weight[first + i] + norm->weight_offset;
 }
 
 static float row_rstd(const struct rms_norm *norm, const void *x)

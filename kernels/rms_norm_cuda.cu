@@ -17,8 +17,6 @@ template <typename Type> struct of_type {
     enum { N = PACK_BYTES / sizeof(Type) }; // elements of a pack
 };
 
-template <typename Type> using weight_of = Type; // elements of the weight
-
 // How the threads of a row share its packs: thread t has packs t, t + threads, ..., at most `each`.
 struct row_plan {
     int packs, threads, each; // each 0: no packs
@@ -62,10 +60,10 @@ static __global__ void __launch_bounds__(MOST_THREADS)
     enum { N = of_type<Type>::N };
     __shared__ float partial[MOST_THREADS / WARP];
     const Type *x = (const Type *)op.x + blockIdx.x * op.width;
-    const weight_of<Type> *weight = (const weight_of<Type> *)op.weight;
+    const float *weight = op.weight;
     Type *y = (Type *)op.y + blockIdx.x * op.width;
     struct pack<Type, N> xs[EACH];
-    struct pack<weight_of<Type>, N> scale[EACH];
+    struct pack<float, N> scale[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
         int at = threadIdx.x + e * plan.threads;
@@ -74,8 +72,7 @@ static __global__ void __launch_bounds__(MOST_THREADS)
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
         int at = threadIdx.x + e * plan.threads;
-        scale[e] =
-            at < plan.packs ? pack_load<N>(weight + at * N) : pack_zero<weight_of<Type>, N>();
+        scale[e] = at < plan.packs ? pack_load<N>(weight + at * N) : pack_zero<float, N>();
     }
     float squares = 0.0f;
 #pragma unroll
@@ -104,7 +101,7 @@ static __global__ void __launch_bounds__(THREADS) forward_long_kernel(struct rms
 {
     int64_t row = blockIdx.x;
     const Type *x = (const Type *)op.x + row * op.width;
-    const weight_of<Type> *weight = (const weight_of<Type> *)op.weight;
+    const float *weight = op.weight;
     Type *y = (Type *)op.y + row * op.width;
     float squares = 0.0f;
     for (int64_t i = threadIdx.x; i < op.width; i += THREADS)
@@ -112,7 +109,7 @@ static __global__ void __launch_bounds__(THREADS) forward_long_kernel(struct rms
     squares = block_sum<THREADS>(squares);
     float rstd = 1.0f / sqrtf(squares / (float)op.width + op.eps);
     for (int64_t i = threadIdx.x; i < op.width; i += THREADS) // y may be x: each reads its own
-        store(y, i, load(x, i) * rstd * (load(weight, i) + op.weight_offset));
+        store(y, i, load(x, i) * rstd * (weight[i] + op.weight_offset));
     if (threadIdx.x == 0 && op.rstd != NULL)
         op.rstd[row] = rstd;
 }
@@ -180,7 +177,7 @@ row_load(struct row_packs<Type, EACH> &r, const struct rms_norm &op, const struc
 template <typename Type, int EACH, bool ADD>
 static __device__ __forceinline__ void
 row_finish(const struct row_packs<Type, EACH> &r,
-           const struct pack<weight_of<Type>, of_type<Type>::N> (&scale)[EACH],
+           const struct pack<float, of_type<Type>::N> (&scale)[EACH],
            const struct pack<Type, of_type<Type>::N> (&old)[EACH], const struct rms_norm &op,
            const struct row_plan &plan, int lane, Type *dx, float c,
            float (&sums)[EACH][of_type<Type>::N])
@@ -240,7 +237,7 @@ static __global__ void __launch_bounds__(GROUP_THREADS, EACH <= 2 ? 2 : 1)
     int groups = blockDim.x / plan.threads, turn = 0;
     int64_t first = blockIdx.x * size;
     int64_t end = first + size < op.rows ? first + size : op.rows;
-    struct pack<weight_of<Type>, N> scale[EACH];
+    struct pack<float, N> scale[EACH];
     struct pack<Type, N> old[EACH];
     float sums[EACH][N] = {};
     struct row_packs<Type, EACH> now, next;
@@ -248,8 +245,7 @@ static __global__ void __launch_bounds__(GROUP_THREADS, EACH <= 2 ? 2 : 1)
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
         int at = lane + e * plan.threads;
-        scale[e] = at < plan.packs ? pack_load<N>((const weight_of<Type> *)op.weight + at * N)
-                                   : pack_zero<weight_of<Type>, N>();
+        scale[e] = at < plan.packs ? pack_load<N>(op.weight + at * N) : pack_zero<float, N>();
     }
     for (int64_t base = first; base < end; base += groups) {
         int64_t row = base + group;
@@ -289,16 +285,16 @@ template <typename Type>
 static __device__ void backward_row(const struct rms_norm &op, int64_t row, float *sums, bool first)
 {
     const Type *x = (const Type *)op.x + row * op.width;
-    const weight_of<Type> *weight = (const weight_of<Type> *)op.weight;
+    const float *weight = op.weight;
     const Type *dy = (const Type *)op.dy + row * op.width;
     Type *dx = (Type *)op.dx + row * op.width;
     float rstd = op.rstd[row], projection = 0.0f;
     for (int64_t i = threadIdx.x; i < op.width; i += BACKWARD_THREADS)
-        projection += load(dy, i) * (load(weight, i) + op.weight_offset) * load(x, i);
+        projection += load(dy, i) * (weight[i] + op.weight_offset) * load(x, i);
     projection = block_sum<BACKWARD_THREADS>(projection);
     float c = projection_factor(projection, rstd, op.width);
     for (int64_t i = threadIdx.x; i < op.width; i += BACKWARD_THREADS) {
-        float xi = load(x, i), dyi = load(dy, i), scale = load(weight, i) + op.weight_offset;
+        float xi = load(x, i), dyi = load(dy, i), scale = weight[i] + op.weight_offset;
         float value = rstd * (scale * dyi - xi * c);
         store(dx, i, op.dx_add ? load(dx, i) + value : value);
         if (sums != NULL)

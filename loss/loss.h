@@ -23,8 +23,8 @@ struct loss_options {
     bool teacher_norm; // the last hidden state is pre-norm: apply the target's final norm
     float norm_eps, norm_weight_offset;
     float logit_scale;
-    const void *head; // [V, H] compute dtype, backend memory, frozen
-    const void *norm; // [H] compute dtype, backend memory, frozen; unread without teacher_norm
+    const void *head;  // [V, H] compute dtype, backend memory, frozen
+    const float *norm; // [H] fp32, backend memory, frozen; unread without teacher_norm
 };
 
 struct loss {

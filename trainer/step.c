@@ -44,7 +44,7 @@ static void plan_state(struct step *step, struct arena *arena)
     step->head = step->embed;
     if (!t->tied)
         step->head = arena_take(arena, "target", "lm_head", type, t->head.rows, t->hidden_size, 1);
-    step->norm = arena_take(arena, "target", "norm", type, t->hidden_size, 1, 1);
+    step->norm = arena_take(arena, "target", "norm", DTYPE_F32, t->hidden_size, 1, 1);
     for (int i = 0; i < STEP_STAGES; i++)
         step->stage.places[i].features =
             arena_take(arena, "features", i == 0 ? "hidden_states" : "next_hidden_states",
@@ -71,6 +71,7 @@ static void plan_model(struct step *step, struct arena *arena)
         .noise_std = (float)config->data.noise_std,
         .embed_scale = t->embed_scale,
         .weights = step->weights,
+        .masters = step->master,
         .grads = step->grads,
         .embed = step->embed,
         .embed_rows = t->embed.rows,
@@ -131,11 +132,11 @@ static void convert_frozen(const void *from, enum dtype from_type, int64_t count
     }
 }
 
-// Copies a target tensor into backend memory in compute dtype, in pieces through a host buffer.
-static void load_frozen(struct step *step, const struct target_tensor *tensor, void *to)
+// Copies a target tensor into backend memory in `type`, in pieces through a host buffer.
+static void load_frozen(struct step *step, const struct target_tensor *tensor, void *to,
+                        enum dtype type)
 {
     const struct backend *backend = step->setup.backend;
-    enum dtype type = compute_type(&step->setup);
     int64_t count = tensor->rows * tensor->columns, most = 1 << 24;
     int64_t piece = count < most ? count : most;
     unsigned char *buffer = backend->host_alloc((size_t)piece * dtype_size(type));
@@ -187,13 +188,14 @@ int step_open(struct step *step, const struct step_setup *setup, struct error *e
     step->memory = backend->alloc(step->arena.bytes);
     arena_place(&step->arena, step->memory, step->arena.bytes);
     plan_pass(step, &step->arena);
+    step->clearing = backend->stream_open(&(struct stream_options){.threads = threads});
     step_stage_open(&step->stage, backend);
     open_host(step);
     dflash_open(&step->dflash, backend, step->stream);
-    load_frozen(step, &setup->target->embed, step->embed);
+    load_frozen(step, &setup->target->embed, step->embed, compute_type(setup));
     if (!setup->target->tied)
-        load_frozen(step, &setup->target->head, step->head);
-    load_frozen(step, &setup->target->norm, step->norm);
+        load_frozen(step, &setup->target->head, step->head, compute_type(setup));
+    load_frozen(step, &setup->target->norm, step->norm, DTYPE_F32);
     return 0;
 }
 
@@ -210,6 +212,8 @@ void step_close(struct step *step)
         step->setup.backend->host_free(step->h_squares);
     if (step->stream != NULL)
         step->setup.backend->sync(step->stream);
+    if (step->clearing != NULL)
+        step->setup.backend->stream_close(step->clearing);
     step_stage_close(&step->stage);
     if (step->memory != NULL)
         step->setup.backend->free(step->memory);
@@ -255,10 +259,12 @@ static void lap(struct step *step, enum step_part part)
 
 void step_begin(struct step *step)
 {
-    step_clock_start(&step->clock, step->setup.backend, step->stream);
-    step->setup.backend->zero(step->stream, step->grads,
-                              (size_t)step->setup.params->elements * sizeof(float));
-    lap(step, STEP_OPTIMIZER);
+    const struct backend *backend = step->setup.backend;
+    backend->stream_wait(step->clearing, step->stream);
+    backend->zero(step->clearing, step->grads,
+                  (size_t)step->setup.params->elements * sizeof(float));
+    step->cleared = false;
+    step_clock_start(&step->clock, backend, step->stream);
     step->metrics = (struct metrics){0};
     step->rows = 0;
 }
@@ -266,6 +272,14 @@ void step_begin(struct step *step)
 static bool stopped(const struct step *step)
 {
     return step->stop != NULL && step->stop(step->stop_context);
+}
+
+// Gradients may be added to, or read, by what is queued from now on.
+static void await_clearing(struct step *step)
+{
+    if (!step->cleared)
+        step->setup.backend->stream_wait(step->stream, step->clearing);
+    step->cleared = true;
 }
 
 // One group: blocks anchors[first .. first + count). Its scored slots are counted into metrics.
@@ -290,8 +304,10 @@ static void run_group(struct step *step, const struct row *row, int64_t first, i
     loss_group_run(&step->loss, backend, step->stream, &group, &step->results);
     step_clock_read(&step->clock, backend, step->stream);
     lap(step, STEP_LOSS);
-    if (gradient)
+    if (gradient) {
+        await_clearing(step);
         dflash_group_backward(&step->dflash, backend, step->stream, last);
+    }
     lap(step, STEP_BACKWARD);
     metrics_count_slots(metrics, step->slots, slots, &step->results, count, step->accepted + first);
     if (step->observer != NULL)
@@ -362,6 +378,7 @@ static int train_row(struct step *step, const struct row *row, int64_t count)
     step->rows++;
     if (count == 0) { // nothing to predict: this row adds zeros
         step_stage_drop(&step->stage, row);
+        await_clearing(step);
         return 0;
     }
     return run_row(step, row, count, true, &step->metrics);
@@ -440,6 +457,7 @@ static void update(struct step *step, double lr, int64_t applied_step, double gr
 void step_apply(struct step *step, double lr, int64_t applied_step, struct step_outcome *outcome)
 {
     const struct config *config = step->setup.config;
+    await_clearing(step);
     lap(step, STEP_BETWEEN);
     *outcome = (struct step_outcome){.clip_factor = 1.0};
     outcome->weight_sum =

@@ -39,12 +39,15 @@ struct step_observer {
 struct step {
     struct step_setup setup;
     struct stream *stream;
-    struct arena arena; // the table of everything on the backend
+    struct stream *clearing; // of gradients, while the forward pass runs
+    bool cleared;            // stream waits for clearing
+    struct arena arena;      // the table of everything on the backend
     void *memory;
     // flat arrays [params->elements], backend memory
     void *weights; // compute dtype; the masters themselves when computing in fp32
     float *master, *m, *v, *grads;
-    void *embed, *head, *norm;         // frozen, compute dtype
+    void *embed, *head;                // frozen, compute dtype
+    float *norm;                       // [H] fp32, frozen
     struct step_stage stage;           // features
     double *squares, *squares_scratch; // [param count], [SUM_SQUARES_PARTS]
     double *h_squares;

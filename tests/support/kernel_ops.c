@@ -94,7 +94,7 @@ static void rms_norm_build(const struct kernel_case *c, struct kernel_run *run)
 {
     int64_t rows = c->shape[0], width = c->shape[1];
     run_add_normal(run, "x", TENSOR_IN, c->type, rows, width, 2.0);
-    run_add_normal(run, "weight", TENSOR_IN, c->type, 1, width, 1.0);
+    run_add_normal(run, "weight", TENSOR_IN, DTYPE_F32, 1, width, 1.0);
     struct kernel_tensor *y = run_add(run, "y", TENSOR_OUT, c->type, rows, width);
     if (has(c, CASE_IN_PLACE))
         y->alias = "x";
@@ -136,7 +136,7 @@ static void rms_norm_backward_build(const struct kernel_case *c, struct kernel_r
 {
     int64_t rows = c->shape[0], width = c->shape[1];
     run_add_normal(run, "x", TENSOR_IN, c->type, rows, width, 2.0);
-    run_add_normal(run, "weight", TENSOR_IN, c->type, 1, width, 1.0);
+    run_add_normal(run, "weight", TENSOR_IN, DTYPE_F32, 1, width, 1.0);
     run_add_normal(run, "dy", TENSOR_IN, c->type, rows, width, 1.0);
     run_add(run, "rstd", TENSOR_IN, DTYPE_F32, rows, 1);
     double *y = memory_alloc((size_t)(rows * width), sizeof(double));
@@ -182,7 +182,7 @@ static void rope_inputs(const struct kernel_case *c, struct kernel_run *run)
     struct kernel_tensor *x = run_add_normal(run, "x", TENSOR_IN, c->type, rows, heads * d, 2.0);
     x->stride += has(c, CASE_STRIDED) ? 2 * d : 0;
     if (!has(c, CASE_NO_NORM))
-        run_add_normal(run, "weight", TENSOR_IN, c->type, 1, d, 1.0);
+        run_add_normal(run, "weight", TENSOR_IN, DTYPE_F32, 1, d, 1.0);
     struct kernel_tensor *positions = run_add(run, "positions", TENSOR_IN, DTYPE_I32, rows, 1);
     for (int64_t r = 0; r < rows; r++)
         positions->value[r] = (double)run_below(run, ROPE_TABLE);
