@@ -116,14 +116,21 @@ int plan_make(struct plan *plan, const struct plan_subject *subject, const struc
                              subject->features, err) != 0)
         return -1;
     dflash_params(&plan->sizes, &plan->params);
-    if (execution_choose(&plan->first, config, &plan->sizes, subject->backend, err) != 0)
+    if (execution_choose(&plan->execution, config, &plan->sizes, subject->backend, err) != 0)
         return -1;
-    plan->execution = fixed != NULL ? *fixed : plan->first;
+    plan->first = plan_cut_of(&plan->execution);
+    if (fixed != NULL)
+        plan->execution = *fixed;
+    struct plan_cut cut = plan->first;
     size_t rung = 0;
-    do
-        sum(plan, subject, config);
+    sum(plan, subject, config);
     while (!plan->fits && fixed == NULL &&
-           plan_thriftier(&plan->execution, &plan->first, config, plan->sizes.block_size, &rung));
+           plan_thriftier(&cut, &plan->first, config, plan->sizes.block_size, &rung)) {
+        plan->execution.group_rows = cut.group_rows;
+        plan->execution.chunk_rows = cut.chunk_rows;
+        memcpy(plan->execution.recompute, cut.recompute, sizeof(cut.recompute));
+        sum(plan, subject, config);
+    }
     return 0;
 }
 

@@ -29,10 +29,16 @@ struct plan_part {
 
 enum { PLAN_PARTS = 24, PLAN_MOST_RANKS = 4096 };
 
+// How the step is cut: what a config may leave open.
+struct plan_cut {
+    int64_t group_rows, chunk_rows;
+    char recompute[8];
+};
+
 struct plan {
     struct dflash_sizes sizes;
     struct params params;
-    struct execution first;              // what would be chosen if memory had no end
+    struct plan_cut first;               // what would be chosen if memory had no end
     struct execution execution;          // what is chosen
     struct arena arena;                  // table of what a step takes on one rank
     struct plan_part device[PLAN_PARTS]; // one rank: groups of the arena, workspaces, context
@@ -58,16 +64,11 @@ size_t plan_host_bytes(const struct plan *plan);
 // On a CPU device and host share one memory, so both are needed; on a GPU the device's bytes.
 size_t plan_needed(const struct plan *plan, int64_t ranks);
 
-// The next thriftier execution in *e: what the config leaves open, cut smaller or computed again, in the
-// order of the time it costs. *rung: 0 at first. False: there is none.
-bool plan_thriftier(struct execution *e, const struct execution *first, const struct config *config,
+struct plan_cut plan_cut_of(const struct execution *execution);
+bool plan_cut_equal(const struct plan_cut *a, const struct plan_cut *b);
+// The next thriftier cut in *cut: what the config leaves open, smaller or computed again, in the order of
+// the time it costs. *rung: 0 at first. False: there is none.
+bool plan_thriftier(struct plan_cut *cut, const struct plan_cut *first, const struct config *config,
                     int64_t block_size, size_t *rung);
-
-// The subject of a session that is open, with the memory that is free now as its limit.
-struct plan_subject plan_subject_of(const struct session *session, bool training);
-// Before anything is taken: chooses what the config leaves open so that the run fits into memory and
-// puts it into the session's execution. -1: nothing fits; err has the plan by group and the nearest
-// values that do. frozen: the session's execution is as it has to be.
-int plan_admit(struct session *session, bool training, bool frozen, struct error *err);
 
 #endif

@@ -1,4 +1,4 @@
-// Owns the ladder of ever thriftier executions: what a config leaves open is cut smaller or computed
+// Owns the ladder of ever thriftier cuts: what a config leaves open is cut smaller or computed
 // again until the step fits.
 #include <stdio.h>
 #include <string.h>
@@ -25,32 +25,45 @@ static int64_t halved(int64_t value, int times, int64_t multiple, int64_t least)
     return result > least ? result : least < value ? least : value;
 }
 
-static void apply(struct execution *e, const struct execution *first, const struct config *config,
+static void apply(struct plan_cut *cut, const struct plan_cut *first, const struct config *config,
                   int64_t block_size, const struct rung *rung)
 {
-    *e = *first;
+    *cut = *first;
     if (config->memory.chunk_rows == 0)
-        e->chunk_rows = halved(first->chunk_rows, rung->chunk, 1, LEAST_CHUNK);
+        cut->chunk_rows = halved(first->chunk_rows, rung->chunk, 1, LEAST_CHUNK);
     if (config->memory.group_rows == 0)
-        e->group_rows = halved(first->group_rows, rung->group, block_size, block_size);
+        cut->group_rows = halved(first->group_rows, rung->group, block_size, block_size);
     if (config->memory.recompute != RECOMPUTE_AUTO)
         return;
     if (rung->layer)
-        snprintf(e->recompute, sizeof(e->recompute), "layer");
+        snprintf(cut->recompute, sizeof(cut->recompute), "layer");
     else if (strcmp(first->recompute, "none") == 0)
-        snprintf(e->recompute, sizeof(e->recompute), "cheap");
+        snprintf(cut->recompute, sizeof(cut->recompute), "cheap");
 }
 
-bool plan_thriftier(struct execution *e, const struct execution *first, const struct config *config,
+struct plan_cut plan_cut_of(const struct execution *execution)
+{
+    struct plan_cut cut = {.group_rows = execution->group_rows,
+                           .chunk_rows = execution->chunk_rows};
+    memcpy(cut.recompute, execution->recompute, sizeof(cut.recompute));
+    return cut;
+}
+
+bool plan_cut_equal(const struct plan_cut *a, const struct plan_cut *b)
+{
+    return a->group_rows == b->group_rows && a->chunk_rows == b->chunk_rows &&
+           strcmp(a->recompute, b->recompute) == 0;
+}
+
+bool plan_thriftier(struct plan_cut *cut, const struct plan_cut *first, const struct config *config,
                     int64_t block_size, size_t *rung)
 {
-    struct execution before = *e;
+    struct plan_cut before = *cut;
     while (*rung < sizeof(rungs) / sizeof(*rungs)) {
-        apply(e, first, config, block_size, &rungs[(*rung)++]);
-        if (e->group_rows != before.group_rows || e->chunk_rows != before.chunk_rows ||
-            strcmp(e->recompute, before.recompute) != 0)
+        apply(cut, first, config, block_size, &rungs[(*rung)++]);
+        if (!plan_cut_equal(cut, &before))
             return true;
     }
-    *e = before;
+    *cut = before;
     return false;
 }

@@ -62,7 +62,7 @@ static void trial_pin(struct trial *trial, const struct execution *now)
 }
 
 static struct fit_try trial_plan(const struct trial *trial, const struct plan_subject *subject,
-                                 struct execution *execution)
+                                 struct plan_cut *cut)
 {
     struct plan plan;
     struct error err = {""};
@@ -70,8 +70,8 @@ static struct fit_try trial_plan(const struct trial *trial, const struct plan_su
     if (plan_make(&plan, subject, &trial->config, NULL, &err) == 0) {
         result.needed = plan.needed;
         result.fits = plan.fits;
-        if (execution != NULL)
-            *execution = plan.execution;
+        if (cut != NULL)
+            *cut = plan_cut_of(&plan.execution);
     }
     plan_release(&plan);
     return result;
@@ -87,14 +87,14 @@ struct search {
     struct plan_fit *fit;
 };
 
-static struct fit_try try_value(const struct search *s, int64_t value, struct execution *execution)
+static struct fit_try try_value(const struct search *s, int64_t value, struct plan_cut *cut)
 {
     struct trial trial;
     trial_begin(&trial, s->config);
     if (!s->fit->open)
         trial_pin(&trial, &s->now->execution);
     trial_set(&trial, s->fit->key, value);
-    struct fit_try result = trial_plan(&trial, s->subject, execution);
+    struct fit_try result = trial_plan(&trial, s->subject, cut);
     result.value = value;
     return result;
 }
@@ -144,6 +144,10 @@ static int search_open(struct search *s, const char *name, struct error *err)
         return error_set(err, "%s: has no value to start from; give one, as --set %s=...", fit->key,
                          fit->key);
     fit->granule = granule_of(s->now, fit->key, fit->now);
+    // No row has more block rows than this, so that more change nothing.
+    int64_t most = (s->config->data.seq_len - 1) * s->now->sizes.block_size;
+    if (strcmp(fit->key, "memory.group_rows") == 0 && s->key.maximum > most)
+        s->key.maximum = most;
     return 0;
 }
 
@@ -162,7 +166,7 @@ static void bisect(struct search *s, int64_t low, int64_t high)
     fit->next = try_value(s, high * fit->granule, NULL);
     fit->found = low > 0;
     if (fit->found)
-        fit->largest = try_value(s, low * fit->granule, &fit->execution);
+        fit->largest = try_value(s, low * fit->granule, &fit->cut);
 }
 
 static void remember(struct plan_fit *fit, struct fit_try try)
@@ -187,7 +191,7 @@ static void search_up(struct search *s)
         low = high;
     }
     fit->found = true;
-    fit->largest = try_value(s, low * fit->granule, &fit->execution);
+    fit->largest = try_value(s, low * fit->granule, &fit->cut);
     fit->independent = fit->largest.needed == fit->doubled[0].needed;
 }
 

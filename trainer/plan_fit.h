@@ -23,7 +23,7 @@ struct plan_fit {
     bool open;                    // the execution may be cut smaller; else it stays as it is now
     bool found, bounded;          // some value fits; some value does not
     struct fit_try largest, next; // that fits, and the next multiple, which does not
-    struct execution execution;   // with `largest`
+    struct plan_cut cut;          // with `largest`
     struct fit_try doubled[FIT_TRIES]; // now, and its doubles until one does not fit
     size_t doubled_count;
 };

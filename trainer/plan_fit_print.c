@@ -18,7 +18,7 @@ static void print_doubled(const struct plan_fit *fit, FILE *out)
     fprintf(out, "\n");
 }
 
-static void print_cut(const struct execution *e, FILE *out)
+static void print_cut(const struct plan_cut *e, FILE *out)
 {
     char group[PLAN_NUMBER_TEXT], chunk[PLAN_NUMBER_TEXT];
     fprintf(out, "    with group_rows %s, chunk_rows %s, recompute %s\n",
@@ -51,7 +51,7 @@ static void print_fit(const struct plan_fit *fit, size_t device_memory, FILE *ou
         fprintf(out, "    %s does not: %s too much\n", plan_number(fit->next.value, number),
                 byte_size_text((double)(fit->next.needed - device_memory), bytes));
     if (fit->open)
-        print_cut(&fit->execution, out);
+        print_cut(&fit->cut, out);
 }
 
 static void print_together(const struct plan_fit_together *fit, size_t device_memory, FILE *out)
@@ -105,9 +105,9 @@ void plan_fit_json(const struct plan_fit *fits, size_t count,
         if (fit->found) {
             json_add_int(object, "largest", fit->largest.value);
             json_add_int(object, "largest_needed", (int64_t)fit->largest.needed);
-            json_add_int(object, "group_rows", fit->execution.group_rows);
-            json_add_int(object, "chunk_rows", fit->execution.chunk_rows);
-            cJSON_AddStringToObject(object, "recompute", fit->execution.recompute);
+            json_add_int(object, "group_rows", fit->cut.group_rows);
+            json_add_int(object, "chunk_rows", fit->cut.chunk_rows);
+            cJSON_AddStringToObject(object, "recompute", fit->cut.recompute);
         }
         if (fit->bounded) {
             json_add_int(object, "too_large", fit->next.value);

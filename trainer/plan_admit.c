@@ -1,0 +1,178 @@
+// Owns the comparison of a run's plan with the memory that is free, and the words of a refusal.
+#include "trainer/plan_admit.h"
+
+#include <string.h>
+
+#include "base/byte_size.h"
+#include "base/log.h"
+#include "kernels/cuda_sizes.h"
+#include "trainer/plan_fit.h"
+#include "trainer/plan_print.h"
+
+// What a run may take in all. On a GPU the context that the plan counts is there already.
+static size_t free_memory(const struct session *session)
+{
+    size_t left = 0, total = 0, used;
+    uint64_t limit = 0;
+    session->backend->memory(&left, &total);
+    used = total - left;
+    if (strcmp(session->backend->name, "cpu") != 0)
+        left += used < CUDA_CONTEXT_BYTES ? used : CUDA_CONTEXT_BYTES;
+    if (session->config->memory.limit != NULL &&
+        byte_size_parse(session->config->memory.limit, &limit) == 0 && limit < left)
+        left = (size_t)limit;
+    return left;
+}
+
+static struct plan_subject subject_of(const struct session *session, bool training)
+{
+    const struct documents *documents = session_documents(session);
+    struct plan_subject subject = {.target = &session->target,
+                                   .backend = session->backend,
+                                   .features = session->features,
+                                   .planes = documents->planes,
+                                   .last_plane = session->last_plane,
+                                   .last_hidden = documents->last_hidden,
+                                   .training = training,
+                                   .validates = session->has_val,
+                                   .documents =
+                                       (int64_t)(session->train.count + session->val.count),
+                                   .ranks = 1,
+                                   .limit = free_memory(session)};
+    memcpy(subject.plane, session->plane, sizeof(subject.plane));
+    memcpy(subject.layer_ids, session->sizes.target_layer_ids, sizeof(subject.layer_ids));
+    return subject;
+}
+
+// ---- refusal -------------------------------------------------------------------------------------
+
+struct refusal {
+    const struct plan_subject *subject;
+    const struct config *config;
+    const struct plan *plan;
+    struct error *err;
+    int lines; // of values that fit
+};
+
+static void offer(struct refusal *r, const char *sets, size_t needed, const char *price)
+{
+    char bytes[BYTE_SIZE_TEXT];
+    error_add(r->err, "  --set %s needs %s%s", sets, byte_size_text((double)needed, bytes), price);
+    r->lines++;
+}
+
+// A variant of the memory section that fits. Returns whether it does.
+static bool offer_memory(struct refusal *r, const struct memory_config *memory, const char *sets,
+                         const char *price)
+{
+    struct config config = *r->config;
+    struct plan plan;
+    struct error err = {""};
+    config.memory = *memory;
+    bool fits = plan_make(&plan, r->subject, &config, NULL, &err) == 0 && plan.fits;
+    if (fits)
+        offer(r, sets, plan.needed, price);
+    plan_release(&plan);
+    return fits;
+}
+
+static void offer_largest(struct refusal *r, const char *key, const char *price)
+{
+    struct plan_fit fit;
+    struct error err = {""};
+    char sets[96];
+    if (plan_fit_key(&fit, r->subject, r->config, r->plan, key, true, &err) != 0 || !fit.found)
+        return;
+    snprintf(sets, sizeof(sets), "%s=%lld", key, (long long)fit.largest.value);
+    offer(r, sets, fit.largest.needed, price);
+}
+
+// Keys that cost only time, each alone, then all of them.
+static void offer_cuts(struct refusal *r)
+{
+    const struct memory_config given = r->config->memory;
+    struct memory_config memory = given;
+    bool halves = strcmp(r->plan->execution.compute, "bf16") == 0 && given.logits == LOGITS_FP32;
+    static const char slower[] = ", and a longer step";
+    if (given.group_rows != 0)
+        offer_largest(r, "memory.group_rows", slower);
+    if (given.chunk_rows != 0)
+        offer_largest(r, "memory.chunk_rows", slower);
+    if (given.recompute == RECOMPUTE_NONE || given.recompute == RECOMPUTE_CHEAP) {
+        memory.recompute = RECOMPUTE_LAYER;
+        offer_memory(r, &memory, "memory.recompute=layer", slower);
+        memory = given;
+    }
+    if (halves) {
+        memory.logits = LOGITS_BF16;
+        offer_memory(r, &memory, "memory.logits=bf16", ", and less exact gradients");
+        memory = given;
+    }
+    if (r->lines > 0)
+        return;
+    memory.group_rows = memory.chunk_rows = 0;
+    memory.recompute = RECOMPUTE_AUTO;
+    if (offer_memory(r, &memory,
+                     "memory.group_rows=0 --set memory.chunk_rows=0 --set memory.recompute=auto",
+                     slower) ||
+        !halves)
+        return;
+    memory.logits = LOGITS_BF16;
+    offer_memory(r, &memory,
+                 "memory.group_rows=0 --set memory.chunk_rows=0 --set memory.recompute=auto "
+                 "--set memory.logits=bf16",
+                 ", a longer step and less exact gradients");
+}
+
+static int refuse(const struct plan_subject *subject, const struct config *config,
+                  const struct plan *plan, bool frozen, struct error *err)
+{
+    struct refusal r = {.subject = subject, .config = config, .plan = plan, .err = err};
+    char need[BYTE_SIZE_TEXT], have[BYTE_SIZE_TEXT], parts[1024];
+    bool cpu = strcmp(plan->execution.device, "cpu") == 0;
+    plan_summary(plan, subject->ranks, parts, sizeof(parts));
+    error_set(err, "this run needs %s of %s memory, %s are %s",
+              byte_size_text((double)plan->needed, need), cpu ? "this machine's" : "GPU",
+              byte_size_text((double)subject->limit, have),
+              config->memory.limit != NULL ? "free or allowed by memory.limit" : "free");
+    error_add(err, "  %s", parts);
+    error_add(err, "  with group_rows %lld, chunk_rows %lld, recompute %s, logits %s%s",
+              (long long)plan->execution.group_rows, (long long)plan->execution.chunk_rows,
+              plan->execution.recompute, plan->execution.logits,
+              frozen ? ", as its first start chose" : ": the least that the config leaves open");
+    if (frozen)
+        return error_add(err, "  --replan lets it be cut smaller; the continued run is then not "
+                              "bitwise the same");
+    error_add(err, "nearest that fit:");
+    offer_cuts(&r);
+    offer_largest(&r, "data.seq_len", ", and documents are cut at it");
+    offer_largest(&r, "drafter.layers", ", and another drafter");
+    if (r.lines == 0)
+        error_add(err, "  none of memory.*, data.seq_len and drafter.layers alone");
+    return error_add(err, "dtrain plan --fit looks further");
+}
+
+int plan_admit(struct session *session, bool training, bool frozen, size_t *planned,
+               struct error *err)
+{
+    struct plan plan;
+    char need[BYTE_SIZE_TEXT];
+    struct plan_subject subject = subject_of(session, training);
+    int status =
+        plan_make(&plan, &subject, session->config, frozen ? &session->execution : NULL, err);
+    if (status == 0 && !plan.fits)
+        status = refuse(&subject, session->config, &plan, frozen, err);
+    struct plan_cut cut = plan_cut_of(&plan.execution);
+    if (status == 0 && !frozen && !plan_cut_equal(&cut, &plan.first))
+        log_info("memory: group_rows %lld instead of %lld, chunk_rows %lld instead of %lld, "
+                 "recompute %s, so that %s suffice",
+                 (long long)plan.execution.group_rows, (long long)plan.first.group_rows,
+                 (long long)plan.execution.chunk_rows, (long long)plan.first.chunk_rows,
+                 plan.execution.recompute, byte_size_text((double)plan.needed, need));
+    if (status == 0)
+        session->execution = plan.execution;
+    if (planned != NULL)
+        *planned = plan_device_bytes(&plan, 1);
+    plan_release(&plan);
+    return status;
+}
