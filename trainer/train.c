@@ -16,6 +16,7 @@
 #include "trainer/schedule.h"
 #include "trainer/session.h"
 #include "trainer/signals.h"
+#include "trainer/tune.h"
 #include "trainer/validation.h"
 
 enum { NAMED_DOCUMENTS = 16 }; // documents of a step that an error lists
@@ -35,17 +36,25 @@ struct run {
     struct validation *validation;
     struct counters counters;
     struct session_steps steps;
+    double peak_bytes;  // of device memory
     int64_t saved_step; // newest step handed to the writer
     uint64_t step_docs[NAMED_DOCUMENTS];
     int64_t step_doc_count;
     double wait_seconds, read_seconds, read_bytes, save_seconds; // of the running step
 };
 
-static double peak_memory(void)
+// The most so far: of the device, by everybody on it; on the CPU of this process.
+static double peak_memory(struct run *run)
 {
+    size_t free_bytes, total_bytes;
     struct rusage usage;
-    getrusage(RUSAGE_SELF, &usage);
-    return (double)usage.ru_maxrss * 1024.0;
+    if (strcmp(run->session.execution.device, "cpu") == 0) {
+        getrusage(RUSAGE_SELF, &usage);
+        return (double)usage.ru_maxrss * 1024.0;
+    }
+    run->session.backend->memory(&free_bytes, &total_bytes);
+    run->peak_bytes = fmax(run->peak_bytes, (double)(total_bytes - free_bytes));
+    return run->peak_bytes;
 }
 
 static void describe_start(const struct run *run)
@@ -216,7 +225,7 @@ static int report_step(struct run *run, const struct step_outcome *outcome, int6
                                  .optimizer_seconds = part[STEP_OPTIMIZER],
                                  .save_seconds = run->save_seconds,
                                  .read_bytes = run->read_bytes,
-                                 .memory_bytes = peak_memory()};
+                                 .memory_bytes = peak_memory(run)};
     run->save_seconds = 0.0;
     return run_folder_step(&run->folder, &report, run->config.log.every, err);
 }
@@ -399,6 +408,8 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
         return -1;
     session_count_steps(session, &run->steps);
     *status = EXIT_FAILED;
+    if (step_tune(&run->step, &session->execution, err) != 0)
+        return error_prefix(err, "%s: execution.json", resume->path);
     if (resume_freeze(&run->folder, session, err) != 0 ||
         run_folder_start(&run->folder, resume->path != NULL ? &run->counters : NULL,
                          config->log.tensorboard, err) != 0)
