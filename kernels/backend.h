@@ -58,7 +58,7 @@ struct backend {
     void (*time_mark)(struct stream *stream, int slot);
     // Seconds between two marks, to be asked after a sync.
     double (*time_between)(struct stream *stream, int from, int to);
-    // Memory of the device (CPU: of the machine) that is free now, and all of it.
+    // Memory of the device (CPU: of the machine, as its system counts) that can be had now, and all of it.
     void (*memory)(size_t *free_bytes, size_t *total_bytes);
     // Which algorithm products are computed with; all NULL on backends that have one only.
     // Between gemm_record and gemm_tune the stream remembers its products. Then gemm_tune times them,
