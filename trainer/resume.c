@@ -168,8 +168,10 @@ static int obey_frozen(struct resume *resume, struct session *session, struct er
         memcpy(now->recompute, before.recompute, sizeof(now->recompute));
     if (session->config->parallel.threads == 0)
         now->threads = before.threads;
-    if (execution_compare(&before, now, err) == 0)
+    if (execution_compare(&before, now, err) == 0) {
+        now->gemm = before.gemm;
         return 0;
+    }
     if (resume->replan) {
         log_warn(
             "resuming with another execution (--replan); results are not bitwise the same:\n%s",

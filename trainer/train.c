@@ -6,11 +6,13 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
+#include "base/byte_size.h"
 #include "base/log.h"
 #include "base/timer.h"
 #include "data/prefetch.h"
 #include "trainer/checkpoint.h"
 #include "trainer/commands.h"
+#include "trainer/plan_admit.h"
 #include "trainer/resume.h"
 #include "trainer/run_folder.h"
 #include "trainer/schedule.h"
@@ -36,7 +38,9 @@ struct run {
     struct validation *validation;
     struct counters counters;
     struct session_steps steps;
-    double peak_bytes;  // of device memory
+    double peak_bytes; // of device memory
+    // of device memory: in use when the run began (a GPU's context, other processes), and planned
+    size_t begin_bytes, planned_bytes;
     int64_t saved_step; // newest step handed to the writer
     uint64_t step_docs[NAMED_DOCUMENTS];
     int64_t step_doc_count;
@@ -225,7 +229,8 @@ static int report_step(struct run *run, const struct step_outcome *outcome, int6
                                  .optimizer_seconds = part[STEP_OPTIMIZER],
                                  .save_seconds = run->save_seconds,
                                  .read_bytes = run->read_bytes,
-                                 .memory_bytes = peak_memory(run)};
+                                 .memory_bytes = peak_memory(run),
+                                 .planned_bytes = (double)run->planned_bytes};
     run->save_seconds = 0.0;
     return run_folder_step(&run->folder, &report, run->config.log.every, err);
 }
@@ -384,6 +389,18 @@ static int load_state(struct run *run, struct resume *resume, int *status, struc
     return 0;
 }
 
+// A resumed run is cut as its first start chose, which may be too large for the memory of today.
+static int admit_resumed(struct run *run, const struct resume *resume, struct error *err)
+{
+    struct error frozen = {""};
+    if (plan_admit(&run->session, true, true, &run->planned_bytes, &frozen) == 0)
+        return 0;
+    if (resume->replan)
+        return plan_admit(&run->session, true, false, &run->planned_bytes, err);
+    *err = frozen;
+    return -1;
+}
+
 // Where the run begins, once its folder is open. *status as in open_run.
 static int start_run(struct run *run, struct resume *resume, int *status, struct error *err)
 {
@@ -393,6 +410,8 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
         *status = resume->failed ? EXIT_FAILED : EXIT_REFUSED;
         return -1;
     }
+    if (resume->path != NULL && admit_resumed(run, resume, err) != 0)
+        return -1;
     run->info = (struct checkpoint_info){.config = config,
                                          .execution = &session->execution,
                                          .sizes = &session->sizes,
@@ -436,12 +455,30 @@ static int open_run(struct run *run, int *status, struct error *err)
                          options->config);
     if (session_open(session, config, SESSION_TRAIN | SESSION_VAL, err) != 0)
         return -1;
+    run->begin_bytes = (size_t)peak_memory(run);
+    if (plan_admit(session, true, false, &run->planned_bytes, err) != 0)
+        return -1;
     if (run_folder_open(&run->folder, config->run.dir, err) != 0)
         return -1;
     struct resume resume = {.choice = options->resume, .replan = options->replan};
     int result = start_run(run, &resume, status, err);
     resume_release(&resume);
     return result;
+}
+
+static void report_memory(struct run *run)
+{
+    char most[BYTE_SIZE_TEXT], begin[BYTE_SIZE_TEXT], planned[BYTE_SIZE_TEXT];
+    byte_size_text(peak_memory(run), most);
+    byte_size_text((double)run->begin_bytes, begin);
+    byte_size_text((double)run->planned_bytes, planned);
+    if (strcmp(run->session.execution.device, "cpu") == 0)
+        log_info("memory: %s resident at most; %s were planned for the step alone", most, planned);
+    else
+        log_info(
+            "GPU memory: %s in use at most, %s planned, both with the CUDA context; %s were in "
+            "use when the run began (context and other processes)",
+            most, planned, begin);
 }
 
 static void close_run(struct run *run)
@@ -470,6 +507,7 @@ int command_train(const struct options *options)
     if (open_run(&run, &status, &err) == 0) {
         describe_start(&run);
         status = loop(&run, &err);
+        report_memory(&run);
         struct error write_error = {0};
         if (checkpoint_writer_wait(run.writer, &write_error) != 0 && status != EXIT_FAILED) {
             status = EXIT_FAILED;

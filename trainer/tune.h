@@ -1,0 +1,13 @@
+// Which GEMM algorithms a run uses.
+#ifndef TRAINER_TUNE_H
+#define TRAINER_TUNE_H
+
+#include "trainer/step.h"
+
+// Before the first step of a run, once weights are loaded and before any row is staged: obeys the
+// algorithms that the execution holds, or, when it holds none, times those of every product of a step
+// and writes them there. Nothing is left of the made-up rows that this computes. -1 when the library
+// does not know an algorithm of the execution.
+int step_tune(struct step *step, struct execution *execution, struct error *err);
+
+#endif
