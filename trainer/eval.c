@@ -8,6 +8,7 @@
 #include "base/log.h"
 #include "trainer/checkpoint.h"
 #include "trainer/commands.h"
+#include "trainer/plan_admit.h"
 #include "trainer/resume.h"
 #include "trainer/session.h"
 #include "trainer/signals.h"
@@ -107,7 +108,8 @@ int command_eval(const struct options *options)
     if (checkpoint_check(options->checkpoint, &err) != 0)
         goto out;
     status = EXIT_REFUSED;
-    if (resume_check_drafter(options->checkpoint, &session, &err) != 0)
+    if (resume_check_drafter(options->checkpoint, &session, &err) != 0 ||
+        plan_admit(&session, false, false, NULL, &err) != 0)
         goto out;
     status = EXIT_FAILED;
     if (load_weights(&session, options, &step, &err) == 0 &&

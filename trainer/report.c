@@ -123,6 +123,7 @@ static void add_times(struct line *line, const struct step_report *report)
     add_curve(line, "tokens_per_second", ratio(report->metrics->tokens, report->seconds));
     add_value(line, "read_gb_per_second", 1e-9 * ratio(report->read_bytes, report->read_seconds));
     add_whole(line, "memory_bytes", report->memory_bytes);
+    add_whole(line, "planned_bytes", report->planned_bytes);
 }
 
 // One write, taken back when it is not whole: lines that follow must not continue half a line.

@@ -42,7 +42,8 @@ struct step_report {
     double seconds, wait_seconds, read_seconds, forward_seconds, loss_seconds, backward_seconds,
         optimizer_seconds, save_seconds; // read_seconds: of the reader threads
     double read_bytes;
-    double memory_bytes; // peak resident (CPU) or device memory in use
+    double memory_bytes;  // peak resident (CPU) or device memory in use
+    double planned_bytes; // of device memory
 };
 struct validation_report {
     int64_t step, epoch;

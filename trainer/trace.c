@@ -11,6 +11,7 @@
 #include "data/safetensors.h"
 #include "trainer/checkpoint.h"
 #include "trainer/commands.h"
+#include "trainer/plan_admit.h"
 #include "trainer/resume.h"
 #include "trainer/schedule.h"
 #include "trainer/session.h"
@@ -393,7 +394,8 @@ int command_trace(const struct options *options)
     config_init(&trace.config);
     if (session_config(&trace.config, options->config, options->sets, options->set_count,
                        SESSION_TRAIN, &err) != 0 ||
-        session_open(&trace.session, &trace.config, SESSION_TRAIN, &err) != 0)
+        session_open(&trace.session, &trace.config, SESSION_TRAIN, &err) != 0 ||
+        plan_admit(&trace.session, true, false, NULL, &err) != 0)
         goto out;
     status = run_trace(&trace, options, &err) == 0 ? EXIT_DONE : EXIT_FAILED;
 out:
