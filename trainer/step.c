@@ -190,6 +190,7 @@ int step_open(struct step *step, const struct step_setup *setup, struct error *e
     plan_pass(step, &step->arena);
     step->clearing = backend->stream_open(&(struct stream_options){.threads = threads});
     step_stage_open(&step->stage, backend);
+    step_clock_start(&step->clock, backend, step->stream);
     open_host(step);
     dflash_open(&step->dflash, backend, step->stream);
     load_frozen(step, &setup->target->embed, step->embed, compute_type(setup));
@@ -264,7 +265,7 @@ void step_begin(struct step *step)
     backend->zero(step->clearing, step->grads,
                   (size_t)step->setup.params->elements * sizeof(float));
     step->cleared = false;
-    step_clock_start(&step->clock, backend, step->stream);
+    step_clock_clear(&step->clock);
     step->metrics = (struct metrics){0};
     step->rows = 0;
 }
@@ -417,6 +418,7 @@ static double gradient_squares(struct step *step, char *nonfinite, size_t size)
                                                 .scratch = step->squares_scratch});
     backend->copy_out(step->stream, step->h_squares, step->squares, params->count * sizeof(double));
     backend->sync(step->stream);
+    step_clock_read(&step->clock, backend, step->stream);
     double sum = 0.0;
     for (size_t i = 0; i < params->count; i++) {
         sum += step->h_squares[i];
@@ -465,6 +467,8 @@ void step_apply(struct step *step, double lr, int64_t applied_step, struct step_
     // D-PACE weights follow the student, so the sum itself may be NaN: that is not an empty step.
     if (outcome->weight_sum <= 0.0) {
         outcome->empty = true;
+        step->setup.backend->sync(step->stream);
+        step_clock_read(&step->clock, step->setup.backend, step->stream);
         return;
     }
     double squares = gradient_squares(step, outcome->tensor, sizeof(outcome->tensor));
@@ -478,9 +482,7 @@ void step_apply(struct step *step, double lr, int64_t applied_step, struct step_
         outcome->clip_factor = clip / outcome->grad_norm;
     update(step, lr, applied_step, outcome->clip_factor / outcome->weight_sum);
     outcome->applied = true;
-    lap(step, STEP_OPTIMIZER);
-    step->setup.backend->sync(step->stream);
-    step_clock_read(&step->clock, step->setup.backend, step->stream);
+    lap(step, STEP_OPTIMIZER); // read in the next step: nobody waits for the update
 }
 
 int step_evaluate(struct step *step, const struct row *row, struct metrics *metrics,

@@ -97,7 +97,8 @@ struct step_outcome {
     double clip_factor; // 1: not clipped
     double weight_sum;  // what the gradient was divided by
 };
-// Normalises, clips, updates. applied_step counts updates from 1 (AdamW's bias correction).
+// Normalises, clips, updates; returns while the update is still queued, so that its time counts for the
+// next step. applied_step counts updates from 1 (AdamW's bias correction).
 void step_apply(struct step *step, double lr, int64_t applied_step, struct step_outcome *outcome);
 
 // Scores every valid anchor of a row, adds to metrics and the walk; visit may be NULL. 1: stopped.

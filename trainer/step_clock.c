@@ -15,6 +15,12 @@ void step_clock_start(struct step_clock *clock, const struct backend *backend,
     backend->time_mark(stream, 0);
 }
 
+void step_clock_clear(struct step_clock *clock)
+{
+    for (int part = 0; part < STEP_PARTS; part++)
+        clock->seconds[part] = 0.0;
+}
+
 void step_clock_lap(struct step_clock *clock, const struct backend *backend, struct stream *stream,
                     enum step_part part)
 {

@@ -17,10 +17,12 @@ struct step_clock {
 // A fresh clock: its first lap starts here.
 void step_clock_start(struct step_clock *clock, const struct backend *backend,
                       struct stream *stream);
+// Sums start at 0 again. Laps that have not been read yet will count for the new sums.
+void step_clock_clear(struct step_clock *clock);
 // The work queued since the last mark is of `part`; STEP_BETWEEN: of none.
 void step_clock_lap(struct step_clock *clock, const struct backend *backend, struct stream *stream,
                     enum step_part part);
-// After a sync: adds up all laps.
+// After a sync on the stream: adds up all laps. Needed once in STREAM_TIME_SLOTS - 1 laps.
 void step_clock_read(struct step_clock *clock, const struct backend *backend,
                      struct stream *stream);
 
