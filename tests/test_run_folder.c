@@ -108,7 +108,8 @@ static struct step_report some_step(const struct metrics *metrics, int64_t step)
                                 .wait_seconds = 0.5,
                                 .read_seconds = 4.0,
                                 .read_bytes = 8e9,
-                                .memory_bytes = 3e9};
+                                .memory_bytes = 3e9,
+                                .planned_bytes = 2e9};
 }
 
 static void report_step(struct run_folder *run, int64_t step)
@@ -255,6 +256,7 @@ static void a_step_says_everything_by_name(void **state)
         {"tokens_per_second", "2500000000"},
         {"read_gb_per_second", "2"},
         {"memory_bytes", "3000000000"},
+        {"planned_bytes", "2000000000"},
     };
     enum { FIELDS = sizeof(fields) / sizeof(*fields) };
     struct run_folder run;
