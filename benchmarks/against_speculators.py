@@ -155,7 +155,7 @@ def run_ours(arguments, folder, target, shard, anchors):
     steps, startup, memory = step.run_steps([arguments.dtrain, "--config", str(config), *SAME_LOSS], run,
                                             arguments.steps, arguments.limit)
     if not steps:
-        return dict(anchors=anchors, failed=step.last_line(run))
+        return dict(anchors=anchors, failed=step.last_lines(run))
     plan, _ = step.planned_gib(arguments.dtrain, config)
     return dict(step.summarise(name, steps, startup, memory, plan, arguments.tokens), count=anchors)
 

@@ -13,7 +13,7 @@ import sys
 
 PACKAGES = ("speculators==0.9.0 hs-connectors==0.9.0 pydantic==2.14.4 pydantic-core==2.50.5 annotated-types "
             "typing-inspection typing-extensions pydantic-settings python-dotenv loguru==0.7.3 datasets==5.1.0 multiprocess "
-            "dill openai jiter distro sniffio").split()
+            "dill openai==3.57.0 httpx2==2.16.2 httpcore2==2.16.2 anyio idna truststore jiter distro sniffio").split()
 PLATFORMS = [f"manylinux{name}_x86_64" for name in ("_2_28", "_2_27", "_2_17", "2014", "1")]
 
 

@@ -37,6 +37,7 @@ row() { printf '%-40s %-8s %s\n' "$1" "$2" "$3" >>"$table"; }
 elapsed() { echo $(($(date +%s) - begin)); }
 
 finish() {
+    cp $INPUTS/run-*.log "$logs" 2>/dev/null
     tail -n 100000 "$logs"/*.log >"$OUT/gpu-logs.txt"
     echo
     echo "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader), ${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null)}," \

@@ -1,60 +1,166 @@
 #!/usr/bin/env python3
-"""Compares dtrain on a GPU with dtrain on the CPU, and a GPU run with itself.
+"""Checks dtrain's numbers and their repetition on a GPU, through the program itself.
 
-    python3 benchmarks/gpu_check.py --dtrain build/dtrain
+    python3 benchmarks/gpu_check.py --dtrain build/dtrain [NAME...]
 
-One step in fp32 is traced on both for two mixtures of losses; tensors may differ by 1e-4 of their
-largest value. 50 steps in bf16 run twice and must leave the same bits. Needs numpy, h5py, safetensors.
+trace     one step in fp32 on the GPU and on the CPU, two mixtures of losses, both kernel paths: every
+          tensor within 1e-4 of its largest value
+bf16      one step in bf16, fresh and trained weights: no tensor's gradient errs more than 1.25 times as
+          much as under PyTorch autocast, both against float64 (tests/reference/bf16_error.py)
+twice     50 steps twice, with each level of recomputation: the same bits
+kill      50 steps, killed (SIGKILL) at random moments and started again: the bits of the run left alone
+generic   steps with kernels.path generic beside those without: the same but for rounding
+memory    rows and anchors of every size: device memory in use does not grow after the first step. Run it
+          alone: it is the whole device's memory that is read
+
+All of them without names, one line each, FAIL and exit status 1 where it does not hold. Rows are of
+every length: documents of 8 to 2,048 tokens, most of them short, some with few supervised tokens.
+Needs numpy, h5py, safetensors; bf16 also torch. Without a GPU: SKIPPED, exit status 77.
 """
 import argparse
 import json
+import os
 import pathlib
-import statistics
+import random
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 
+import h5py
 import numpy as np
 from safetensors import safe_open
 
 import cpu_step
 
-LIMIT = 1e-4
+LIMIT = 1e-4  # of a tensor's largest value, fp32 against the CPU
 STEPS = 50
+KILLS = 4
 MIXTURES = {
     "kl": "{kl: 1.0, slot_decay_gamma: 4.0}",
     "all terms": "{kl: 0.5, reverse_kl: 0.2, js: 0.3, ce_teacher: 0.1, ce_data: 0.2, tv: 0.4, "
                  "nla: 0.1, lk: 0.3}",
 }
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
-def write_config(folder, name, loss, device, compute, extra=""):
-    text = f"""
-run: {{dir: {name}, epochs: {STEPS}, max_steps: {STEPS}, device: {device}, compute: {compute}}}
+class Failed(Exception):
+    pass
+
+
+# ---- inputs
+
+
+def write_ragged_shard(path, rng, documents):
+    """Documents of every length; each has a stretch of supervised tokens, a few only one or two."""
+    lengths = np.minimum(8 + rng.exponential(200, documents).astype(int), cpu_step.TOKENS)
+    lengths[: documents // 10] = rng.integers(cpu_step.TOKENS // 2, cpu_step.TOKENS + 1, documents // 10)
+    rng.shuffle(lengths)
+    tokens = int(lengths.sum())
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    mask = np.zeros(tokens, np.uint8)
+    for begin, end in zip(offsets[:-1], offsets[1:]):
+        first = rng.integers(begin, end - 2)
+        mask[first : first + 2 if rng.random() < 0.2 else end] = 1
+    planes = cpu_step.FEATURES + 1
+    with h5py.File(path, "w") as file:
+        file.attrs.update({"format": "dtrain-features", "format_version": 1,
+                           "target_model": "random", "hidden_size": cpu_step.HIDDEN,
+                           "vocab_size": cpu_step.VOCAB,
+                           "target_layer_ids": np.array([1, 8, 14, 20, 26], np.int32),
+                           "dtype": "bfloat16", "last_hidden": "pre_norm"})
+        file["doc_offsets"] = offsets
+        file["input_ids"] = rng.integers(3, cpu_step.VOCAB, tokens, np.int32)
+        file["loss_mask"] = mask
+        file["hidden_states"] = cpu_step.to_bf16(
+            rng.standard_normal((tokens, planes, cpu_step.HIDDEN), np.float32))
+        file["doc_id"] = np.arange(1, documents + 1, dtype=np.uint64)
+
+
+def write_config(folder, name, **given):
+    keys = dict(device="cuda", compute="bf16", loss=MIXTURES["kl"], data="ragged.h5", noise="", memory="{}",
+                path="auto", steps=STEPS, every=10, lr="1.0e-4", layers=3, anchors=96)
+    keys.update(given)
+    text = """
+run: {{dir: {name}, epochs: 50, max_steps: {steps}, device: {device}, compute: {compute}}}
 target: {{path: target}}
-data: {{train: [train.h5], seq_len: {cpu_step.TOKENS}, rows_per_step: 1{extra}}}
-drafter: {{kind: dflash, layers: 3, block_size: {cpu_step.BLOCK}, mask_token_id: 0,
+data: {{train: [{data}], seq_len: {tokens}, rows_per_step: 1{noise}}}
+drafter: {{kind: dflash, layers: {layers}, block_size: {block}, mask_token_id: 0,
   layer_types: [full_attention, sliding_attention, full_attention], sliding_window: 200}}
-anchors: {{max_anchors: 64, per: row}}
+anchors: {{max_anchors: {anchors}, per: row}}
 loss: {loss}
-optimizer: {{lr: 1.0e-4}}
-checkpoint: {{every: {STEPS}}}
-parallel: {{threads: 8}}
+optimizer: {{lr: {lr}}}
+memory: {memory}
+kernels: {{path: {path}}}
+checkpoint: {{every: {every}, keep: 1000}}
 log: {{every: 1000, tensorboard: false}}
-"""
+""".format(name=name, tokens=cpu_step.TOKENS, block=cpu_step.BLOCK, **keys)
     path = folder / f"{name}.yaml"
     path.write_text(text)
     return str(path)
 
 
-def run(arguments, log):
-    done = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode != 0:
-        print(f"FAIL {log}: exit status {done.returncode}\n{done.stdout[-1500:]}")
-    return done.returncode == 0
+# ---- running
 
 
-def read_trace(path):
+class Check:
+    def __init__(self, dtrain, folder):
+        self.dtrain, self.folder = dtrain, folder
+
+    def must(self, arguments, what):
+        done = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode != 0:
+            raise Failed(f"{what}: exit status {done.returncode}: {done.stdout[-600:].strip()}")
+        return done.stdout
+
+    def trace(self, name, checkpoint=None, **given):
+        out = str(self.folder / f"{name}.safetensors")
+        config = write_config(self.folder, name, **given)
+        more = ["--checkpoint", str(checkpoint)] if checkpoint else []
+        self.must([self.dtrain, "trace", "--config", config, "--out", out] + more, f"trace {name}")
+        return out
+
+    def train(self, name, execution_of=None, **given):
+        """Trains; in a folder that begins with another run's execution, so that both run alike."""
+        config = write_config(self.folder, name, **given)
+        run = self.folder / name
+        if execution_of is not None:
+            run.mkdir()
+            shutil.copy(self.folder / execution_of / "execution.json", run)
+        self.must([self.dtrain, "--config", config], f"training {name}")
+        return config
+
+    def steps(self, name):
+        lines = [json.loads(line) for line in open(self.folder / name / "metrics.jsonl")]
+        return [line for line in lines if "loss" in line]
+
+    def checkpoint(self, name, step=STEPS):
+        return self.folder / name / "checkpoints" / f"step-{step:08d}"
+
+    def state(self, name):
+        """Bytes of the last checkpoint, and the losses on the way."""
+        files = ("master", "adam_m", "adam_v")
+        bits = [(self.checkpoint(name) / f"{part}.safetensors").read_bytes() for part in files]
+        return bits + [[(line["step"], line["loss"]) for line in self.steps(name)]]
+
+    def must_equal(self, first, second):
+        a, b = self.state(first), self.state(second)
+        if len(a[3]) != STEPS:
+            raise Failed(f"{first}: {len(a[3])} steps")
+        if a == b:
+            return
+        at = next((i for i, (x, y) in enumerate(zip(a[3], b[3])) if x != y), None)
+        algorithms = [json.load(open(self.folder / n / "execution.json")).get("gemm") for n in (first, second)]
+        raise Failed(f"{first} and {second}: bits differ, losses "
+                     + ("equal" if a[3] == b[3] else f"from step {at + 1 if at is not None else 'count'} on")
+                     + ("" if algorithms[0] == algorithms[1] else "; other GEMM algorithms"))
+
+
+# ---- the checks: each returns what it found, or raises Failed
+
+
+def tensors_of(path):
     """All tensors but the inputs and the updates (in the first step signs of gradients)."""
     left_out = ("row", "param.", "updated.", "adam_", "decay.")
     with safe_open(path, "numpy") as file:
@@ -62,71 +168,156 @@ def read_trace(path):
                 if not name.startswith(left_out)}
 
 
-def compare(cpu, cuda, label):
-    """Prints the worst tensors; True when all are within LIMIT."""
+def worst_tensor(cpu, cuda):
     errors = []
     for name, a in cpu.items():
-        b = cuda[name]
-        a, b = a.astype(np.float64), b.astype(np.float64)
+        a, b = a.astype(np.float64), cuda[name].astype(np.float64)
         if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):
             errors.append((np.inf, name))
         elif name.endswith("argmax"):
             errors.append((np.mean(a != b) * LIMIT / 0.01, name))  # 1 % may be near ties
         else:
             scale = np.max(np.abs(a), initial=0.0)
-            worst = np.max(np.abs(a - b), initial=0.0)
-            errors.append((worst / (scale if scale > 0 else 1.0), name))
-    errors.sort(reverse=True)
-    worst = "; ".join(f"{name} {error:.1e}" for error, name in errors[:4])
-    ok = errors[0][0] <= LIMIT
-    print(f"{'ok  ' if ok else 'FAIL'} trace, {label}: {len(errors)} tensors, worst {worst}")
-    return ok
+            errors.append((np.max(np.abs(a - b), initial=0.0) / (scale if scale > 0 else 1.0), name))
+    return max(errors)
 
 
-def check_trace(dtrain, folder, label, loss, extra):
-    traces = []
-    for device in ("cpu", "cuda"):
-        config = write_config(folder, f"trace-{device}", loss, device, "fp32", extra)
-        out = str(folder / f"{device}.safetensors")
-        if not run([dtrain, "trace", "--config", config, "--out", out], f"trace on {device}"):
-            return False
-        traces.append(read_trace(out))
-    return compare(*traces, label)
+def check_trace(check):
+    found = []
+    noise = ", noise_std: 0.05, noise_kind: uniform"
+    for label, extra in (("kl", ""), ("all terms", noise)):
+        given = dict(loss=MIXTURES[label], noise=extra, compute="fp32", data="full.h5", anchors=64)
+        cpu = tensors_of(check.trace("cpu", device="cpu", **given))
+        for path in ("auto", "generic"):
+            error, name = worst_tensor(cpu, tensors_of(check.trace("cuda", path=path, **given)))
+            found.append(f"{label}, {path}: {error:.1e}")
+            if not error <= LIMIT:
+                raise Failed(f"{label}, {path}: {name} off by {error:.1e} of its largest value")
+    return "; ".join(found)
 
 
-def check_repeats(dtrain, folder):
-    states, seconds = [], []
-    for name in ("first", "second"):
-        config = write_config(folder, name, MIXTURES["kl"], "cuda", "bf16")
-        if not run([dtrain, "--config", config], f"{STEPS} steps"):
-            return False
-        lines = [json.loads(line) for line in open(folder / name / "metrics.jsonl")]
-        steps = [line for line in lines if "loss" in line]
-        seconds += [line["seconds"] for line in steps[5:]]
-        checkpoint = folder / name / "checkpoints" / f"step-{STEPS:08d}"
-        states.append([(checkpoint / f"{part}.safetensors").read_bytes()
-                       for part in ("master", "adam_m", "adam_v")] + [[s["loss"] for s in steps]])
-    ok = states[0] == states[1] and len(states[0][3]) == STEPS
-    print(f"{'ok  ' if ok else 'FAIL'} {STEPS} steps in bf16 twice: bits "
-          f"{'equal' if ok else 'differ'}; loss {states[0][3][0]:.4f} to {states[0][3][-1]:.4f}; "
-          f"{1e3 * statistics.median(seconds):.2f} ms a step")
-    return ok
+def check_bf16(check):
+    found = []
+    # Enough of an update for norm weights to leave 1.
+    check.train("moved", lr="2.0e-3", steps=STEPS, data="full.h5", anchors=64)
+    for label, checkpoint in (("fresh", None), ("trained", check.checkpoint("moved"))):
+        for path in ("auto", "generic"):
+            trace = check.trace(f"{label}-{path}", checkpoint, path=path, data="full.h5", anchors=64)
+            done = subprocess.run(
+                [sys.executable, str(ROOT / "tests/reference/bf16_error.py"), trace, "--target",
+                 str(check.folder / "target"), "--device", "cuda"],
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "nothing said"
+            if done.returncode != 0:
+                worst = done.stdout.strip().splitlines()[0][:100]
+                raise Failed(f"{label}, {path}: {worst}; {last}")
+            found.append(f"{label}, {path}: {last.split('; ')[-1]}")
+    return "; ".join(found)
+
+
+def check_twice(check):
+    check.train("first")
+    for level in ("none", "cheap", "layer"):
+        check.train(f"second-{level}", "first", memory=f"{{recompute: {level}}}")
+    plain = json.load(open(check.folder / "first" / "execution.json"))["recompute"]
+    check.must_equal("first", f"second-{plain}")
+    for level in ("none", "cheap", "layer"):
+        check.must_equal("first", f"second-{level}")
+    losses = [line["loss"] for line in check.steps("first")]
+    return f"bits equal with every level of recomputation; loss {losses[0]:.4f} to {losses[-1]:.4f}"
+
+
+def wait_and_kill(process, run, step, limit):
+    """Kills once that step's line is there; False when the run ended before."""
+    end = time.monotonic() + limit
+    metrics = run / "metrics.jsonl"
+    while process.poll() is None and time.monotonic() < end:
+        if metrics.exists() and metrics.read_text().count('"loss"') >= step:
+            process.kill()
+            process.wait()
+            return True
+        time.sleep(0.001)
+    return False
+
+
+def check_kill(check):
+    if not (check.folder / "first").exists():
+        check.train("first")
+    config = write_config(check.folder, "killed", every=5)
+    run = check.folder / "killed"
+    run.mkdir()
+    shutil.copy(check.folder / "first" / "execution.json", run)
+    draw, killed = random.Random(7), []
+    for _ in range(KILLS):
+        done = check.steps("killed")[-1]["step"] if (run / "metrics.jsonl").exists() else 0
+        target = done + draw.randint(1, STEPS // KILLS)
+        with open(check.folder / "killed.log", "a") as log:
+            process = subprocess.Popen([check.dtrain, "--config", config], stdout=log, stderr=log)
+            if wait_and_kill(process, run, target, 60):
+                killed.append(target)
+    check.must([check.dtrain, "--config", config], "resuming after kills")
+    if len(killed) < 2:
+        raise Failed(f"only {len(killed)} kills met a running program")
+    check.must_equal("first", "killed")
+    return f"killed {len(killed)} times, after steps {killed}: bits equal"
+
+
+def check_generic(check):
+    found = []
+    for compute, limit in (("fp32", 1e-4), ("bf16", 2e-2)):
+        names = [f"path-{path}-{compute}" for path in ("auto", "generic")]
+        for name, path in zip(names, ("auto", "generic")):
+            check.train(name, path=path, compute=compute, steps=20, every=0)
+        a, b = ([line["loss"] for line in check.steps(name)] for name in names)
+        worst = max(abs(x - y) / abs(x) for x, y in zip(a, b))
+        found.append(f"{compute}: losses of {len(a)} steps within {worst:.1e}")
+        if not (worst <= limit and len(a) == len(b) == 20):
+            raise Failed(found[-1])
+    return "; ".join(found)
+
+
+def check_memory(check):
+    check.train("wild", steps=120, every=0, anchors=400)
+    lines = check.steps("wild")
+    memory = [line["memory_bytes"] for line in lines]
+    tokens, anchors = ([line[k] for line in lines] for k in ("tokens", "anchors"))
+    found = (f"rows of {min(tokens):.0f} to {max(tokens):.0f} tokens, {min(anchors):.0f} to {max(anchors):.0f} "
+             f"anchors: {memory[0] / 2**20:.1f} MiB after step 1, {memory[-1] / 2**20:.1f} after {len(lines)}")
+    if memory[-1] > memory[0]:
+        raise Failed(found)
+    return found
+
+
+CHECKS = {"trace": check_trace, "bf16": check_bf16, "twice": check_twice, "kill": check_kill,
+          "generic": check_generic, "memory": check_memory}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtrain", required=True)
-    dtrain = str(pathlib.Path(parser.parse_args().dtrain).resolve())
-    rng = np.random.default_rng(0)
+    parser.add_argument("--keep", help="folder for the runs, kept (default: a temporary one)")
+    parser.add_argument("names", nargs="*", choices=[[], *CHECKS], metavar="NAME")
+    arguments = parser.parse_args()
+    dtrain = str(pathlib.Path(arguments.dtrain).resolve())
+    if not os.path.exists("/dev/nvidiactl") and os.environ.get("REQUIRE_CUDA") != "1":
+        print("SKIPPED: no NVIDIA device here")
+        sys.exit(77)
+    rng, failed = np.random.default_rng(0), 0
     with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
+        folder = pathlib.Path(arguments.keep or name)
+        folder.mkdir(exist_ok=True)
         cpu_step.write_target(folder / "target", rng)
-        cpu_step.write_shard(folder / "train.h5", rng)
-        noise = ", noise_std: 0.05, noise_kind: uniform"
-        results = [check_trace(dtrain, folder, "kl", MIXTURES["kl"], ""),
-                   check_trace(dtrain, folder, "all terms, noise", MIXTURES["all terms"], noise),
-                   check_repeats(dtrain, folder)]
-    sys.exit(0 if all(results) else 1)
+        cpu_step.write_shard(folder / "full.h5", rng)
+        write_ragged_shard(folder / "ragged.h5", rng, 60)
+        for name in arguments.names or CHECKS:
+            start = time.monotonic()
+            try:
+                found, status = CHECKS[name](Check(dtrain, folder)), "ok  "
+            except Failed as failure:
+                found, status = str(failure), "FAIL"
+                failed += 1
+            print(f"{status} {name}: {found} ({time.monotonic() - start:.1f} s)", flush=True)
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -139,17 +139,22 @@ def run_steps(command, run, count, limit):
             startup = time.monotonic() - begin - steps[0]["seconds"]
         if len(steps) <= 2:
             settled = memory.last
-    last = memory.last
+    last, seconds = memory.last, time.monotonic() - begin
     if process.poll() is None:
         process.send_signal(signal.SIGKILL)
+        ending = f"killed after {seconds:.0f} s"
+    else:
+        ending = f"exit status {process.returncode} after {seconds:.0f} s"
     process.wait()
     memory.close()
+    with open(run.with_suffix(".log"), "a") as log:
+        log.write(ending + "\n")
     return steps, startup, {"peak_gib": memory.peak / 2**30, "growth_gib": (last - settled) / 2**30}
 
 
-def last_line(run):
+def last_lines(run):
     lines = [line for line in run.with_suffix(".log").read_text().split("\n") if line.strip()]
-    return lines[-1][:300] if lines else "it said nothing"
+    return " / ".join(line[:300] for line in lines[-3:])
 
 
 def planned_gib(dtrain, config):
@@ -236,13 +241,13 @@ def main():
         count = max(arguments.steps, WILD_STEPS if "wild" in marks else 0)
         steps, startup, memory = run_steps(command, run, count, arguments.limit)
         if not steps:
-            print(f"{name:20s} FAILED: {last_line(run)}", flush=True)
+            print(f"{name:20s} FAILED: {last_lines(run)}", flush=True)
             failed += 1
             continue
         failed += len(steps) < count
         plan, _ = planned_gib(dtrain, config)
         if len(steps) < count:
-            print(f"{name:20s} ended after {len(steps)} steps: {last_line(run)}", flush=True)
+            print(f"{name:20s} ended after {len(steps)} steps: {last_lines(run)}", flush=True)
         results.append(summarise(name, steps, startup, memory, plan, arguments.tokens))
         print_line(results[-1])
         if "wild" in marks:
