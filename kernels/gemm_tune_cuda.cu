@@ -6,7 +6,7 @@
 // that agree with the library's first proposal; another order is taken only where it is faster by
 // more than a timing can be wrong. So runs that are started anew agree, too.
 #include <algorithm>
-#include <stdlib.h>
+#include <math.h>
 #include <string.h>
 
 #include "base/timer.h"
@@ -15,19 +15,19 @@
 namespace
 {
 enum {
-    CANDIDATES = 8,
-    LEVELS = 4, // buckets of a product: smaller ones take little time
-    RUNS = 3,
+    CANDIDATES = 8, // more are never proposed
+    LEVELS = 12,    // buckets of a product, from the largest down
+    ROUNDS = 3,
     THREADS = 256,
     FILL_CTAS = 1024
 };
-const double hopeless = 1.2;     // times the least so far: not run again
+const double hopeless = 1.15;    // times the least in the first round: not run again
 const double other_order = 0.92; // times the first order's least: then another order is taken
 
 struct candidate {
     cublasLtMatmulAlgo_t algorithm;
     uint64_t digest; // of the result
-    double seconds;
+    double seconds;  // of all rounds
 };
 
 __device__ uint64_t mixed(uint64_t x)
@@ -112,22 +112,36 @@ double seconds_of(struct stream *stream, const struct gemm *g, struct gemm_probl
     return (double)milliseconds * 1e-3;
 }
 
-// What is added counts as 0 for the digest: C has been filled with the last candidate's result.
-void measure(struct stream *stream, const struct gemm *g, struct gemm_problem *problem,
-             struct candidate *candidate, double least, cudaEvent_t *events)
+// Without what is added: C holds the last candidate's result.
+void take_digest(struct stream *stream, const struct gemm *g, struct gemm_problem *problem,
+                 struct candidate *candidate)
 {
     struct gemm plain = *g;
     plain.beta = 0.0f;
     plain.d = plain.c;
     gemm_run(stream, &plain, problem, &candidate->algorithm);
     candidate->digest = digest_of(stream, &plain);
-    for (int run = 0; run < RUNS; run++) {
-        double seconds = seconds_of(stream, g, problem, &candidate->algorithm, events);
-        if (run == 0 || seconds < candidate->seconds)
-            candidate->seconds = seconds;
-        if (candidate->seconds > hopeless * least)
-            return;
+}
+
+// Candidates take turns, since the GPU slows down while it is busy.
+void measure(struct stream *stream, const struct gemm *g, struct gemm_problem *problem,
+             struct candidate *candidates, int count, cudaEvent_t *events)
+{
+    double least = INFINITY;
+    for (int i = 0; i < count; i++)
+        take_digest(stream, g, problem, &candidates[i]);
+    for (int i = 0; i < count; i++) {
+        candidates[i].seconds = seconds_of(stream, g, problem, &candidates[i].algorithm, events);
+        least = std::min(least, candidates[i].seconds);
     }
+    for (int i = 0; i < count; i++)
+        if (candidates[i].seconds > hopeless * least)
+            candidates[i].seconds = INFINITY;
+    for (int round = 1; round < ROUNDS; round++)
+        for (int i = 0; i < count; i++)
+            if (isfinite(candidates[i].seconds))
+                candidates[i].seconds +=
+                    seconds_of(stream, g, problem, &candidates[i].algorithm, events);
 }
 
 // Those of the library's proposals for `g` that also work at the bucket's size.
@@ -177,11 +191,7 @@ void tune_bucket(struct stream *stream, const struct gemm *recorded, int64_t buc
     if (count == 0 || state->tuned_count == GEMM_ALGORITHMS)
         return;
     fill_operands(stream, &g);
-    double least = 1e30;
-    for (int i = 0; i < count; i++) {
-        measure(stream, &g, &problem, &candidates[i], least, events);
-        least = std::min(least, candidates[i].seconds);
-    }
+    measure(stream, &g, &problem, candidates, count, events);
     struct gemm_tuned *tuned = &state->tuned[state->tuned_count++];
     tuned->product = product;
     tuned->algorithm = candidates[fastest(candidates, count)].algorithm;
