@@ -3,9 +3,10 @@
 
 #include "base/log.h"
 
-void dflash_linear_backward(const struct dflash *d, const struct backend *backend,
+// weight.grad += dout^T in
+static void weight_backward(const struct dflash *d, const struct backend *backend,
                             struct stream *stream, int64_t rows, const void *dout, const void *in,
-                            const struct dflash_tensor *weight, void *din)
+                            const struct dflash_tensor *weight)
 {
     enum dtype type = d->options.compute;
     backend->kernels->gemm(stream, &(struct gemm){.m = weight->rows,
@@ -20,8 +21,14 @@ void dflash_linear_backward(const struct dflash *d, const struct backend *backen
                                                   .a_type = type,
                                                   .b_type = type,
                                                   .c_type = DTYPE_F32});
-    if (din == NULL)
-        return;
+}
+
+// din[rows, columns] = dout weight
+static void input_backward(const struct dflash *d, const struct backend *backend,
+                           struct stream *stream, int64_t rows, const void *dout,
+                           const struct dflash_tensor *weight, void *din)
+{
+    enum dtype type = d->options.compute;
     backend->kernels->gemm(stream, &(struct gemm){.m = rows,
                                                   .n = weight->columns,
                                                   .k = weight->rows,
@@ -32,6 +39,14 @@ void dflash_linear_backward(const struct dflash *d, const struct backend *backen
                                                   .a_type = type,
                                                   .b_type = type,
                                                   .c_type = type});
+}
+
+static void linear_backward(const struct dflash *d, const struct backend *backend,
+                            struct stream *stream, int64_t rows, const void *dout, const void *in,
+                            const struct dflash_tensor *weight, void *din)
+{
+    weight_backward(d, backend, stream, rows, dout, in, weight);
+    input_backward(d, backend, stream, rows, dout, weight, din);
 }
 
 static void norm_backward(const struct dflash *d, const struct backend *backend,
@@ -45,7 +60,7 @@ static void norm_backward(const struct dflash *d, const struct backend *backend,
     backend->kernels->rms_norm_backward(stream, &norm);
 }
 
-// Brings back what the recompute level did not keep of layer l.
+// Brings back what the recompute level did not keep of layer l, but for the activations.
 static void recompute(struct dflash *d, const struct backend *backend, struct stream *stream,
                       int64_t l)
 {
@@ -61,11 +76,6 @@ static void recompute(struct dflash *d, const struct backend *backend, struct st
     backend->kernels->rms_norm_forward(stream, &norm);
     norm = dflash_norm(d, n, layer->mid, &layer->post_norm, layer->n2, layer->post_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);
-    backend->kernels->swiglu_forward(stream, &(struct swiglu){.rows = n,
-                                                              .width = s->intermediate,
-                                                              .type = d->options.compute,
-                                                              .gate_up = layer->gate_up_rows,
-                                                              .y = layer->act});
 }
 
 static void mlp_backward(struct dflash *d, const struct backend *backend, struct stream *stream,
@@ -75,15 +85,20 @@ static void mlp_backward(struct dflash *d, const struct backend *backend, struct
     struct dflash_layer *layer = &d->layers[l];
     struct dflash_buffers *b = d->buffers;
     int64_t n = d->blocks * s->block_size;
-    dflash_linear_backward(d, backend, stream, n, b->dx, layer->act, &layer->down, b->dact);
+    // Activations that were not kept come back in the place of their gradient.
+    bool kept = dflash_keeps_cheap(&d->options);
+    void *act = kept ? layer->act : b->dact;
+    input_backward(d, backend, stream, n, b->dx, &layer->down, b->dact);
     backend->kernels->swiglu_backward(stream, &(struct swiglu){.rows = n,
                                                                .width = s->intermediate,
                                                                .type = d->options.compute,
                                                                .gate_up = layer->gate_up_rows,
+                                                               .y = kept ? NULL : act,
                                                                .dy = b->dact,
                                                                .dgate_up = layer->gate_up_rows});
-    dflash_linear_backward(d, backend, stream, n, layer->gate_up_rows, layer->n2, &layer->gate_up,
-                           b->dnorm);
+    weight_backward(d, backend, stream, n, b->dx, act, &layer->down);
+    linear_backward(d, backend, stream, n, layer->gate_up_rows, layer->n2, &layer->gate_up,
+                    b->dnorm);
     norm_backward(d, backend, stream, n, layer->mid, layer->post_rstd, &layer->post_norm, b->dnorm,
                   b->dx, true);
 }
@@ -98,8 +113,7 @@ static void attention_backward(struct dflash *d, const struct backend *backend,
     int64_t n = d->blocks * s->block_size, q = s->heads * s->head_dim;
     int64_t kv = s->kv_heads * s->head_dim, stride = q + 2 * kv;
 
-    dflash_linear_backward(d, backend, stream, n, b->dx, layer->attention, &layer->o,
-                           b->dattention);
+    linear_backward(d, backend, stream, n, b->dx, layer->attention, &layer->o, b->dattention);
     struct attention attention = dflash_attention(d, l);
     attention.dout = b->dattention;
     attention.delta = b->delta;
@@ -125,7 +139,7 @@ static void attention_backward(struct dflash *d, const struct backend *backend,
     rope.dx_stride = stride;
     backend->kernels->norm_rope_backward(stream, &rope);
 
-    dflash_linear_backward(d, backend, stream, n, b->dqkv, layer->n1, &layer->qkv, b->dnorm);
+    linear_backward(d, backend, stream, n, b->dqkv, layer->n1, &layer->qkv, b->dnorm);
     norm_backward(d, backend, stream, n, layer->x, layer->input_rstd, &layer->input_norm, b->dnorm,
                   b->dx, true);
 }
@@ -136,8 +150,7 @@ static void context_part_backward(struct dflash *d, const struct backend *backen
                                   const struct dflash_tensor *weight, bool first)
 {
     enum dtype type = d->options.compute;
-    dflash_linear_backward(d, backend, stream, d->row->tokens, part, d->buffers->context, weight,
-                           NULL);
+    weight_backward(d, backend, stream, d->row->tokens, part, d->buffers->context, weight);
     backend->kernels->gemm(stream, &(struct gemm){.m = d->row->tokens,
                                                   .n = weight->columns,
                                                   .k = weight->rows,
@@ -189,7 +202,7 @@ static void context_input_backward(struct dflash *d, const struct backend *backe
                   b->dcontext_rows, false);
     if (!dflash_keeps_cheap(&d->options))
         dflash_load_context(d, backend, stream);
-    dflash_linear_backward(d, backend, stream, t, b->dcontext_rows, b->context_in, &b->fc, NULL);
+    weight_backward(d, backend, stream, t, b->dcontext_rows, b->context_in, &b->fc);
 }
 
 void *dflash_group_gradient(struct dflash *d)

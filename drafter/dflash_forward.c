@@ -239,13 +239,14 @@ void dflash_layer_forward(struct dflash *d, const struct backend *backend, struc
     norm = dflash_norm(d, n, layer->mid, &layer->post_norm, layer->n2, layer->post_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);
     dflash_linear(d, backend, stream, n, layer->n2, &layer->gate_up, NULL, layer->gate_up_rows);
+    if (out == NULL) // computed again, and the backward pass finds the activations by itself
+        return;
     backend->kernels->swiglu_forward(stream, &(struct swiglu){.rows = n,
                                                               .width = s->intermediate,
                                                               .type = type,
                                                               .gate_up = layer->gate_up_rows,
                                                               .y = layer->act});
-    if (out != NULL)
-        dflash_linear(d, backend, stream, n, layer->act, &layer->down, layer->mid, out);
+    dflash_linear(d, backend, stream, n, layer->act, &layer->down, layer->mid, out);
 }
 
 const void *dflash_group_forward(struct dflash *d, const struct backend *backend,

@@ -57,7 +57,7 @@ struct dflash_buffers {
     // backward
     void *dx;              // [N, H] gradient of hidden, then of the residual stream: over hidden
     void *dnorm;           // [N, H]
-    void *dact;            // [N, intermediate]
+    void *dact;            // [N, intermediate]; over act where that is not kept
     void *dattention;      // [N, heads * head_dim]
     void *dq, *dkey;       // [N, heads * head_dim], [N, kv_heads * head_dim]
     void *dqkv;            // [N, (heads + 2 kv_heads) * head_dim]
@@ -85,11 +85,7 @@ void dflash_load_context(struct dflash *d, const struct backend *backend, struct
 void dflash_linear(const struct dflash *d, const struct backend *backend, struct stream *stream,
                    int64_t rows, const void *in, const struct dflash_tensor *weight,
                    const void *add, void *out);
-// din[rows, columns] = dout weight; weight.grad += dout^T in. din may be NULL.
-void dflash_linear_backward(const struct dflash *d, const struct backend *backend,
-                            struct stream *stream, int64_t rows, const void *dout, const void *in,
-                            const struct dflash_tensor *weight, void *din);
-// Layer `l` from its x to `out`, filling the layer's buffers.
+// Layer `l` from its x to `out`, filling the layer's buffers; NULL: only those up to gate_up_rows.
 void dflash_layer_forward(struct dflash *d, const struct backend *backend, struct stream *stream,
                           int64_t l, void *out);
 struct rms_norm dflash_norm(const struct dflash *d, int64_t rows, const void *x,

@@ -178,7 +178,8 @@ static void plan_backward(struct dflash *d, struct arena *arena)
     int64_t kv = s->kv_heads * s->head_dim;
     const char *group = "backward";
     b->dnorm = take(arena, group, -1, "dnorm", o->compute, n, h);
-    b->dact = take(arena, group, -1, "dact", o->compute, n, s->intermediate);
+    b->dact = dflash_keeps_cheap(o) ? take(arena, group, -1, "dact", o->compute, n, s->intermediate)
+                                    : d->layers[0].act;
     b->dattention = take(arena, group, -1, "dattention", o->compute, n, q);
     b->dq = take(arena, group, -1, "dq", o->compute, n, q);
     b->dkey = take(arena, group, -1, "dkey", o->compute, n, kv);

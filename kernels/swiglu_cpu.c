@@ -42,14 +42,15 @@ void swiglu_forward_cpu(struct stream *stream, const struct swiglu *op)
         forward_row(op, row);
 }
 
-// gate and up become their own gradients; d silu(g)/dg = s (1 + g (1 - s))
-static KERNEL_CLONES void backward_piece(float *gate, float *up, const float *sigmoid,
-                                         const float *dy, int64_t n)
+// gate and up become their own gradients, dy becomes y; d silu(g)/dg = s (1 + g (1 - s))
+static KERNEL_CLONES void backward_piece(float *gate, float *up, const float *sigmoid, float *dy,
+                                         int64_t n)
 {
     for (int64_t i = 0; i < n; i++) {
-        float s = sigmoid[i], g = gate[i];
-        gate[i] = dy[i] * up[i] * (s * (1.0f + g * (1.0f - s)));
-        up[i] = dy[i] * (g * s);
+        float s = sigmoid[i], g = gate[i], u = up[i], d = dy[i];
+        gate[i] = d * u * (s * (1.0f + g * (1.0f - s)));
+        up[i] = d * (g * s);
+        dy[i] = g * s * u;
     }
 }
 
@@ -58,6 +59,7 @@ static void backward_row(const struct swiglu *op, int64_t row)
     const void *gate_up = row_at(op->gate_up, op->type, row, 2 * op->width);
     void *dgate_up = row_of(op->dgate_up, op->type, row, 2 * op->width);
     const void *dy = row_at(op->dy, op->type, row, op->width);
+    void *y = op->y != NULL ? row_of(op->y, op->type, row, op->width) : NULL;
     for (int64_t first = 0; first < op->width; first += PIECE) {
         int64_t n = min_i64(PIECE, op->width - first);
         float gate[PIECE], up[PIECE], sigmoid[PIECE], dys[PIECE];
@@ -68,6 +70,8 @@ static void backward_row(const struct swiglu *op, int64_t row)
         backward_piece(gate, up, sigmoid, dys, n);
         piece_store(dgate_up, gate, op->type, first, n);
         piece_store(dgate_up, up, op->type, op->width + first, n);
+        if (y != NULL)
+            piece_store(y, dys, op->type, first, n);
     }
 }
 

@@ -59,7 +59,7 @@ static __global__ void __launch_bounds__(THREADS) forward_kernel(struct swiglu o
     }
 }
 
-// dgate_up may be gate_up: a thread reads its elements before it writes them.
+// dgate_up may be gate_up and y may be dy: a thread reads its elements before it writes them.
 // d silu(g)/dg = s (1 + g (1 - s))
 template <typename Type, int N>
 static __global__ void __launch_bounds__(THREADS) backward_kernel(struct swiglu op, unsigned packs)
@@ -77,15 +77,18 @@ static __global__ void __launch_bounds__(THREADS) backward_kernel(struct swiglu 
     }
 #pragma unroll
     for (int t = 0; t < TOGETHER; t++) {
-        float dgate[N], dup[N];
+        float dgate[N], dup[N], y[N];
 #pragma unroll
         for (int i = 0; i < N; i++) {
             float g = pack_value(gate[t], i), d = pack_value(dy[t], i), s = sigmoid(g);
             dgate[i] = d * pack_value(up[t], i) * (s * (1.0f + g * (1.0f - s)));
             dup[i] = d * (g * s);
+            y[i] = g * s * pack_value(up[t], i);
         }
         if (!place[t].there)
             continue;
+        if (op.y != NULL)
+            store_values<N>((Type *)op.y + place[t].y, y);
         store_values<N>((Type *)op.dgate_up + place[t].gate, dgate);
         store_values<N>((Type *)op.dgate_up + place[t].gate + op.width, dup);
     }

@@ -287,7 +287,7 @@ static void norm_rope_backward_call(const struct kernel_case *c, struct kernel_r
     run->backend->kernels->norm_rope_backward(run->stream, &op);
 }
 
-// swiglu: rows, width; backward also IN_PLACE
+// swiglu: rows, width; backward also IN_PLACE, then with y
 static void swiglu_build(const struct kernel_case *c, struct kernel_run *run)
 {
     run_add_normal(run, "gate_up", TENSOR_IN, c->type, c->shape[0], 2 * c->shape[1], 3.0);
@@ -322,12 +322,16 @@ static void swiglu_backward_build(const struct kernel_case *c, struct kernel_run
     run_add_normal(run, "dy", TENSOR_IN, c->type, c->shape[0], c->shape[1], 1.0);
     struct kernel_tensor *out =
         run_add(run, "dgate_up", TENSOR_OUT, c->type, c->shape[0], 2 * c->shape[1]);
-    if (has(c, CASE_IN_PLACE))
+    if (has(c, CASE_IN_PLACE)) {
         out->alias = "gate_up";
+        run_add(run, "y", TENSOR_OUT, c->type, c->shape[0], c->shape[1])->alias = "dy";
+    }
 }
 
 static void swiglu_backward_expect(const struct kernel_case *c, struct kernel_run *run)
 {
+    if (has(c, CASE_IN_PLACE))
+        swiglu_expect(c, run);
     naive_swiglu_backward(c->shape[0], c->shape[1], run_value(run, "gate_up"), run_value(run, "dy"),
                           run_expected(run, "dgate_up"));
 }
