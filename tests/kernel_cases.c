@@ -51,6 +51,13 @@ const struct kernel_case kernel_cases[] = {
     {"gemm", {67, 101, 600}, DTYPE_BF16, CASE_TO_F32 | CASE_BETA_ONE | TA, 18, SUM_F32(25)},
     {"gemm", {530, 70, 40}, DTYPE_BF16, CASE_TO_F32 | TA | TB, 19, SUM_F32(7)},
     {"gemm", {448, 192, 576}, DTYPE_BF16, TB, 20, SUM_BF16(24)},
+    // Rows of A beside the multiples that tiles have, other sizes as aligned as a model's are.
+    {"gemm", {257, 320, 512}, DTYPE_BF16, TB, 26, SUM_BF16(23)},
+    {"gemm", {320, 512, 509}, DTYPE_BF16, TA | CASE_BETA_ONE | CASE_TO_F32, 27, SUM_F32(23)},
+    {"gemm", {129, 257, 1003}, DTYPE_BF16, CASE_STRIDED | CASE_TO_F32, 28, SUM_F32(32)},
+    {"gemm", {131, 192, 257}, DTYPE_BF16, TB | CASE_TO_F32 | CASE_UNALIGNED, 29, SUM_F32(16)},
+    {"gemm", {64, 65, 256}, DTYPE_BF16, TB | CASE_BETA_D | CASE_UNALIGNED, 901, SUM_BF16(16)},
+    {"gemm", {67, 101, 43}, DTYPE_F32, CASE_BETA_ONE | CASE_UNALIGNED, 902, SUM_F32(8)},
     {"gemm", {448, 49152, 576}, DTYPE_F32, TB | CASE_BENCH, 21, SUM_F32(24)},
     {"gemm", {448, 576, 49152}, DTYPE_F32, CASE_BENCH, 22, SUM_F32(222)},
     {"gemm", {512, 3072, 576}, DTYPE_F32, TB | CASE_BENCH, 23, SUM_F32(24)},
