@@ -324,10 +324,11 @@ static void every_key_round_trips(void **state)
 static void presets_round_trip(void **state)
 {
     (void)state;
-    static const char *const presets[] = {"v4.yaml", "eagle3-qwen3-8b.yaml"};
+    static const char *const presets[] = {"v4.yaml", "dflash-qwen3-8b.yaml",
+                                          "eagle3-qwen3-8b.yaml"};
     struct config_folder folder;
     config_folder_open(&folder);
-    for (size_t i = 0; i < 2; i++) {
+    for (size_t i = 0; i < sizeof(presets) / sizeof(*presets); i++) {
         struct config c;
         struct error err = {{0}};
         load_preset(&c, presets[i]);

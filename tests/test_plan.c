@@ -1,0 +1,539 @@
+// Plans: of the shipped presets without GPU, shards or weights; held against what training takes; values
+// that are said to fit; what is refused at the start of a run.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "base/byte_size.h"
+#include "base/memory.h"
+#include "base/timer.h"
+#include "tests/support/run_fixture.h"
+#include "tests/support/step_fixture.h"
+#include "trainer/files.h"
+#include "trainer/plan_fit.h"
+#include "trainer/plan_open.h"
+
+#define V4 DTRAIN_SOURCE_DIR "/configs/v4.yaml"
+
+static const size_t gib = (size_t)1 << 30;
+
+// ---- presets -------------------------------------------------------------------------------------
+
+struct preset {
+    struct config config;
+    struct plan_input input;
+};
+
+// A shipped preset planned for a GPU, as if none were here.
+static void preset_open(struct preset *p, const char *file, const char *const *sets, size_t count)
+{
+    struct error err = {""};
+    char *path = memory_format("%s/configs/%s", DTRAIN_SOURCE_DIR, file);
+    config_init(&p->config);
+    if (config_load(&p->config, path, sets, count, &err) != 0 ||
+        plan_input_open(&p->input, &p->config, NULL, &err) != 0)
+        fail_msg("%s", err.text);
+    p->input.subject.backend = backend_planned();
+    free(path);
+}
+
+static void preset_close(struct preset *p)
+{
+    plan_input_close(&p->input);
+    config_release(&p->config);
+}
+
+static void make(struct plan *plan, const struct preset *p)
+{
+    struct error err = {""};
+    if (plan_make(plan, &p->input.subject, &p->config, NULL, &err) != 0)
+        fail_msg("%s", err.text);
+}
+
+static const char *const dflash_presets[] = {"v4.yaml", "dflash-qwen3-8b.yaml"};
+
+static void more_anchors_take_no_more_memory(void **state)
+{
+    (void)state;
+    static const char *const anchors[] = {"max_anchors=1024", "max_anchors=3072",
+                                          "max_anchors=8191"};
+    for (size_t n = 0; n < 2; n++) {
+        size_t first = 0;
+        for (size_t i = 0; i < 3; i++) {
+            struct preset p;
+            struct plan plan;
+            preset_open(&p, dflash_presets[n], &anchors[i], 1);
+            make(&plan, &p);
+            first = i == 0 ? plan.needed : first;
+            assert_int_equal(plan.needed, first);
+            assert_true(plan.needed < 48 * gib);
+            plan_release(&plan);
+            preset_close(&p);
+        }
+    }
+}
+
+static void more_ranks_take_less_each(void **state)
+{
+    (void)state;
+    static const char *const computes[] = {"run.compute=bf16", "run.compute=fp32"};
+    for (size_t n = 0; n < 2; n++) {
+        struct preset p;
+        struct plan plan;
+        preset_open(&p, "v4.yaml", &computes[n], 1);
+        make(&plan, &p);
+        for (int64_t ranks = 1; ranks < 8; ranks++)
+            assert_true(plan_device_bytes(&plan, ranks + 1) < plan_device_bytes(&plan, ranks));
+        size_t masters = 3 * sizeof(float) * (size_t)plan.params.elements;
+        // Whole tensors, so that the largest share is above an eighth, but they are many and small.
+        size_t saved = plan_device_bytes(&plan, 1) - plan_device_bytes(&plan, 8);
+        size_t copied = n == 1 ? sizeof(float) * (size_t)plan.params.elements : 0;
+        assert_true(saved + copied < masters * 7 / 8 && saved + copied > masters * 8 / 10);
+        plan_release(&plan);
+        preset_close(&p);
+    }
+}
+
+static int64_t whole(const cJSON *object, const char *name)
+{
+    return (int64_t)program_number(object, name);
+}
+
+static cJSON *plan_as_json(const char *path)
+{
+    char *text = program_text(path);
+    char *object = strchr(text, '{'); // after warnings
+    cJSON *root = object != NULL ? cJSON_Parse(object) : NULL;
+    if (root == NULL)
+        fail_msg("not JSON: %s", text);
+    free(text);
+    return root;
+}
+
+static void check_sums(const cJSON *part)
+{
+    int64_t sum = 0;
+    const cJSON *group;
+    cJSON_ArrayForEach(group, cJSON_GetObjectItem(part, "groups"))
+    {
+        assert_true(group->valuedouble >= 0.0);
+        sum += (int64_t)group->valuedouble;
+    }
+    assert_int_equal(sum, whole(part, "total"));
+}
+
+static void json_adds_up(void **state)
+{
+    const char *folder = *state;
+    char *out = fixture_path(folder, "plan.json");
+    const char *words[] = {"plan",  "--config", V4,      "--json",          "--device-memory",
+                           "96GiB", "--fit",    "--set", "run.device=cuda", NULL};
+    double start = timer_now();
+    assert_int_equal(program_run(out, words), 0);
+    assert_true(timer_now() - start < 1.0);
+    cJSON *root = plan_as_json(out);
+    const cJSON *ranks = cJSON_GetObjectItem(root, "ranks"), *part, *tensor;
+    assert_int_equal(cJSON_GetArraySize(ranks), 4);
+    cJSON_ArrayForEach(part, ranks) check_sums(part);
+    check_sums(cJSON_GetObjectItem(root, "host"));
+    int64_t sum = 0;
+    cJSON_ArrayForEach(tensor, cJSON_GetObjectItem(root, "tensors"))
+    {
+        if (!cJSON_IsTrue(cJSON_GetObjectItem(tensor, "shares_memory")))
+            sum += whole(tensor, "bytes");
+    }
+    const cJSON *one = cJSON_GetArrayItem(ranks, 0), *groups = cJSON_GetObjectItem(one, "groups");
+    sum += whole(groups, "workspaces") + whole(groups, "CUDA context");
+    assert_int_equal(sum, whole(one, "total"));
+    assert_int_equal(sum, whole(root, "needed"));
+    assert_true(cJSON_IsTrue(cJSON_GetObjectItem(root, "fits")));
+    assert_int_equal(whole(cJSON_GetObjectItem(root, "disk"), "token_bytes"), 6 * 5120 * 2 + 5);
+    assert_int_equal(cJSON_GetArraySize(cJSON_GetObjectItem(root, "fit")), 6);
+    cJSON_Delete(root);
+    free(out);
+}
+
+// The count of operations against a hand count: 6 per layer weight and block row, and the loss's three
+// products with the head.
+static void operations_are_counted(void **state)
+{
+    (void)state;
+    static const char *const sets[] = {"rows_per_step=1", "max_anchors=512"};
+    struct preset p;
+    struct plan plan;
+    struct plan_work work;
+    preset_open(&p, "v4.yaml", sets, 2);
+    make(&plan, &p);
+    plan_work(&work, &plan, &p.input.subject, &p.config, &p.input.documents, 700.0);
+    double layer = 5120.0 * 4096 * 2 + 5120.0 * 1024 * 2 + 3 * 5120.0 * 17408;
+    assert_true(work.forward == 2.0 * 5 * layer * 512 * 16);
+    assert_true(work.backward == 2.0 * work.forward && work.recompute == 0.0);
+    assert_true(work.student == 2.0 * 5120 * 248320 * 512 * 15);
+    assert_true(work.teacher < work.student && work.teacher > 0.5 * work.student);
+    assert_true(work.seconds > 0.2 && work.seconds < 0.25);
+    plan_release(&plan);
+    preset_close(&p);
+}
+
+// ---- the plan and the step -----------------------------------------------------------------------
+
+static struct plan_subject fixture_subject(const struct step_fixture *f)
+{
+    struct plan_subject subject = {.target = &f->target,
+                                   .backend = step_fixture_backend(),
+                                   .features = f->sizes.features,
+                                   .planes = f->planes,
+                                   .last_plane = f->last_plane,
+                                   .last_hidden = f->last_hidden,
+                                   .training = true,
+                                   .ranks = 1};
+    memcpy(subject.plane, f->plane, sizeof(subject.plane));
+    memcpy(subject.layer_ids, f->sizes.target_layer_ids, sizeof(subject.layer_ids));
+    return subject;
+}
+
+static void training_takes_what_was_planned(void **state)
+{
+    (void)state;
+    static const char *const variants[][2] = {
+        {"run.compute=fp32", "memory.recompute=none"},
+        {"run.compute=bf16", "memory.recompute=cheap"},
+        {"run.compute=bf16", "memory.recompute=layer"},
+        {"run.compute=bf16", "memory.logits=bf16"},
+        {"memory.group_rows=64", "memory.chunk_rows=17"},
+    };
+    for (size_t i = 0; i < sizeof(variants) / sizeof(*variants); i++) {
+        struct step_fixture f;
+        struct plan plan;
+        struct error err = {""};
+        struct step_fixture_options options = {
+            .seed = 3, .tied = i % 2 == 1, .sets = variants[i], .set_count = 2};
+        step_fixture_init(&f, &options);
+        step_fixture_open(&f);
+        struct plan_subject subject = fixture_subject(&f);
+        assert_int_equal(plan_make(&plan, &subject, &f.config, &f.execution, &err), 0);
+        assert_int_equal(plan.arena.bytes, f.step.arena.bytes);
+        assert_int_equal(plan.arena.count, f.step.arena.count);
+        size_t workspace = subject.backend->stream_workspace_bytes((int)f.execution.threads);
+        assert_int_equal(plan_device_bytes(&plan, 1), f.step.arena.bytes + workspace);
+        plan_release(&plan);
+        step_fixture_release(&f);
+    }
+}
+
+// Every cut that the ladder offers takes no more than the first, the last one less; what the config says
+// stays.
+static void thriftier_cuts_take_less(void **state)
+{
+    (void)state;
+    static const char *const sets[] = {"memory.group_rows=4096", "memory.recompute=none",
+                                       "memory.chunk_rows=3000"};
+    for (size_t given = 0; given <= 3; given++) {
+        struct preset p;
+        struct plan plan, tight;
+        preset_open(&p, "v4.yaml", sets, given);
+        make(&plan, &p);
+        p.input.subject.limit = 1; // nothing fits: the last cut stands
+        make(&tight, &p);
+        assert_false(tight.fits);
+        assert_true(given == 3 ? tight.needed == plan.needed : tight.needed < plan.needed);
+        if (given > 0)
+            assert_int_equal(tight.execution.group_rows, 4096);
+        if (given > 1)
+            assert_string_equal(tight.execution.recompute, "none");
+        p.input.subject.limit = tight.needed; // and is found when only it fits
+        plan_release(&tight);
+        make(&tight, &p);
+        assert_true(tight.fits && tight.needed <= p.input.subject.limit);
+        p.input.subject.limit = plan.needed; // without need nothing is cut
+        plan_release(&tight);
+        make(&tight, &p);
+        assert_int_equal(tight.execution.group_rows, plan.execution.group_rows);
+        assert_int_equal(tight.execution.chunk_rows, plan.execution.chunk_rows);
+        assert_string_equal(tight.execution.recompute, plan.execution.recompute);
+        plan_release(&tight);
+        plan_release(&plan);
+        preset_close(&p);
+    }
+}
+
+// ---- fits ----------------------------------------------------------------------------------------
+
+// Bytes of the preset with one more set; the step cut as `now` unless open.
+static struct plan planned_with(const struct preset *p, const char *key, int64_t value)
+{
+    struct config config = p->config;
+    struct config_int_key found;
+    struct plan plan;
+    struct error err = {""};
+    assert_int_equal(config_find_int(&config, key, &found, &err), 0);
+    *found.value = value;
+    if (plan_make(&plan, &p->input.subject, &config, NULL, &err) != 0)
+        fail_msg("%s", err.text);
+    return plan;
+}
+
+static void check_fit(const struct preset *p, const struct plan *now, const char *key)
+{
+    struct plan_fit fit;
+    struct error err = {""};
+    if (plan_fit_key(&fit, &p->input.subject, &p->config, now, key, true, &err) != 0)
+        fail_msg("%s", err.text);
+    assert_true(fit.found && fit.bounded && !fit.independent);
+    assert_int_equal(fit.largest.value % fit.granule, 0);
+    assert_int_equal(fit.next.value, fit.largest.value + fit.granule);
+    struct plan largest = planned_with(p, fit.key, fit.largest.value);
+    struct plan next = planned_with(p, fit.key, fit.next.value);
+    assert_true(largest.fits && largest.needed == fit.largest.needed);
+    assert_true(!next.fits && next.needed > p->input.subject.limit);
+    assert_int_equal(largest.execution.group_rows, fit.cut.group_rows);
+    plan_release(&next);
+    plan_release(&largest);
+}
+
+static void what_is_said_to_fit_fits(void **state)
+{
+    (void)state;
+    static const char *const sets[] = {"drafter.layer_types=[]"};
+    static const size_t limits[] = {40, 48, 96, 139};
+    for (size_t n = 0; n < 2; n++)
+        for (size_t i = 0; i < sizeof(limits) / sizeof(*limits); i++) {
+            struct preset p;
+            struct plan plan;
+            preset_open(&p, dflash_presets[n], sets, 1);
+            p.input.subject.limit = limits[i] * gib;
+            make(&plan, &p);
+            check_fit(&p, &plan, "seq_len");
+            check_fit(&p, &plan, "drafter.layers");
+            check_fit(&p, &plan, "memory.chunk_rows");
+            plan_release(&plan);
+            preset_close(&p);
+        }
+}
+
+static void layer_types_follow_the_layers(void **state)
+{
+    (void)state;
+    struct preset p;
+    struct plan plan;
+    struct plan_fit fit;
+    struct error err = {""};
+    preset_open(&p, "v4.yaml", NULL, 0);
+    p.input.subject.limit = 96 * gib;
+    make(&plan, &p);
+    assert_int_equal(plan_fit_key(&fit, &p.input.subject, &p.config, &plan, "layers", false, &err),
+                     0);
+    assert_true(fit.found && fit.largest.value > 5);
+    assert_int_equal(p.config.drafter.layer_types.count, 5); // the config itself is as it was
+    assert_int_equal(
+        plan_fit_key(&fit, &p.input.subject, &p.config, &plan, "max_anchors", false, &err), 0);
+    assert_true(fit.independent);
+    plan_release(&plan);
+    preset_close(&p);
+}
+
+static void keys_grow_together(void **state)
+{
+    (void)state;
+    static const char *const keys[] = {"data.seq_len", "memory.group_rows"};
+    struct preset p;
+    struct plan plan;
+    struct plan_fit_together fit;
+    struct error err = {""};
+    preset_open(&p, "v4.yaml", NULL, 0);
+    p.input.subject.limit = 96 * gib;
+    make(&plan, &p);
+    assert_int_equal(plan_fit_together(&fit, &p.input.subject, &p.config, &plan, keys, 2, &err), 0);
+    assert_true(fit.found && fit.bounded && fit.factor > 1.0);
+    assert_true(fit.value[0] > 8192 && fit.value[1] > 8192);
+    assert_true(fit.needed <= 96 * gib && fit.next_needed > 96 * gib);
+    plan_release(&plan);
+    preset_close(&p);
+}
+
+// ---- the command ---------------------------------------------------------------------------------
+
+static const struct {
+    const char *says;
+    const char *words[9];
+} refused[] = {
+    {"--device-memory: much", {"--device-memory", "much"}},
+    {"--device-memory: 0", {"--device-memory", "0"}},
+    {"--gpus: 0", {"--gpus", "0"}},
+    {"--gpus: two", {"--gpus", "two"}},
+    {"--tflops: fast", {"--tflops", "fast"}},
+    {"--vary seq_len: names keys for --fit", {"--vary", "seq_len"}},
+    {"did you mean data.seq_len?", {"--fit", "--vary", "seq_lem", "--device-memory", "96GiB"}},
+    {"did you mean seq_len?", {"--fit", "--vary", "data.seq_lem", "--device-memory", "96GiB"}},
+    {"--vary: drafter.kind: not a key of whole numbers",
+     {"--fit", "--vary", "drafter.kind", "--device-memory", "96GiB"}},
+    {"has no value to start from",
+     {"--fit", "--vary", "schedule.warmup_steps", "--device-memory", "96GiB"}},
+    {"--target-config: ", {"--target-config", "/none/config.json"}},
+    {"memory.limit: a lot is not a number of bytes", {"--set", "memory.limit=a lot"}},
+    {"--target-config FILE", {"--set", "target.path=/none/some-model"}},
+    {"target.layer_ids: needed to plan without shards", {"--set", "target.layer_ids=[]"}},
+};
+
+static void bad_questions_are_refused(void **state)
+{
+    char *out = fixture_path(*state, "refused.out");
+    for (size_t i = 0; i < sizeof(refused) / sizeof(*refused); i++) {
+        const char *words[16] = {"plan", "--config", V4, "--set", "run.device=cuda"};
+        for (size_t w = 0; refused[i].words[w] != NULL; w++)
+            words[5 + w] = refused[i].words[w];
+        int status = program_run(out, words);
+        if (status != 2 || !program_says(out, refused[i].says))
+            fail_msg("status %d, where '%s' is expected", status, refused[i].says);
+    }
+    free(out);
+}
+
+static void sizes_of_any_target_are_enough(void **state)
+{
+    char *out = fixture_path(*state, "sizes.out"), *sizes = fixture_path(*state, "sizes.json");
+    struct error err = {""};
+    const char *words[] = {"plan",
+                           "--config",
+                           V4,
+                           "--set",
+                           "target.path=/none/some-model",
+                           "--target-config",
+                           sizes,
+                           "--set",
+                           "run.device=cuda",
+                           NULL};
+    assert_int_equal(files_write_text(sizes,
+                                      "{\"hidden_size\": 5120, \"vocab_size\": 248320, "
+                                      "\"num_hidden_layers\": 64}\n",
+                                      &err),
+                     0);
+    assert_int_equal(program_run(out, words), 0);
+    assert_true(program_says(out, "vocabulary 248,320"));
+    const char *small[] = {"plan",  "--config", V4, "--set", "run.device=cuda", "--device-memory",
+                           "20GiB", NULL};
+    assert_int_equal(program_run(out, small), 1);
+    assert_true(program_says(out, "does not fit"));
+    free(sizes);
+    free(out);
+}
+
+// ---- runs ----------------------------------------------------------------------------------------
+
+static int64_t needed_by(struct run_fixture *fixture, const char *set)
+{
+    const char *more = set != NULL ? "--set" : NULL;
+    assert_int_equal(run_command(fixture, "plan", true, "plan", "--json", more, set, NULL), 0);
+    cJSON *root = plan_as_json(run_path(fixture, "plan.out"));
+    int64_t needed = whole(root, "needed");
+    assert_int_equal(whole(cJSON_GetObjectItem(root, "disk"), "documents"), RUN_DOCUMENTS);
+    cJSON_Delete(root);
+    return needed;
+}
+
+static const char *limit_of(const struct run_fixture *fixture, int64_t bytes)
+{
+    // run_path keeps texts until the fixture is closed.
+    return strstr(run_path(fixture, "memory.limit=%lld", (long long)bytes), "memory.limit");
+}
+
+// What a run that does not fit says is tried: with the first value it names the run fits.
+static void a_run_that_does_not_fit_is_refused(void **state)
+{
+    (void)state;
+    struct run_fixture fixture;
+    run_fixture_open(&fixture);
+    run_fixture_set(&fixture, "memory.group_rows=1024");
+    run_fixture_set(&fixture, "memory.chunk_rows=2048");
+    run_fixture_set(&fixture, "memory.recompute=none");
+    const char *limit = limit_of(&fixture, needed_by(&fixture, NULL) - 100000);
+    assert_int_equal(run_train(&fixture, "tight", "--set", limit, NULL), 2);
+    run_must_say(&fixture, "tight", "nearest that fit");
+    run_must_say(&fixture, "tight", "activations");
+    assert_false(files_exists(run_path(&fixture, "tight"))); // nothing was written
+    char *text = program_text(run_path(&fixture, "tight.out"));
+    char *offer = strstr(text, "--set memory.group_rows=");
+    assert_non_null(offer);
+    const char *smaller = run_path(&fixture, "%.*s", (int)strcspn(offer + 6, " "), offer + 6);
+    smaller = strstr(smaller, "memory.group_rows");
+    assert_int_equal(run_train(&fixture, "fits", "--set", limit, "--set", smaller, "--set",
+                               "run.max_steps=1", NULL),
+                     0);
+    run_must_say(&fixture, "fits", "resident at most");
+    free(text);
+    run_fixture_close(&fixture);
+}
+
+static void open_cuts_become_smaller(void **state)
+{
+    (void)state;
+    struct run_fixture fixture;
+    run_fixture_open(&fixture);
+    run_fixture_set(&fixture, "run.max_steps=4");
+    const char *limit = limit_of(&fixture, needed_by(&fixture, NULL) - 100000);
+    assert_int_equal(run_train(&fixture, "cut", "--set", limit, NULL), 0);
+    run_must_say(&fixture, "cut", "so that");
+    assert_int_equal(run_command(&fixture, "scored", true, "eval", "--checkpoint",
+                                 run_checkpoint(&fixture, "cut", 4), "--set", "data.val=[val.h5]",
+                                 "--set", "memory.limit=1kB", NULL),
+                     2);
+    run_must_say(&fixture, "scored", "this run needs");
+    run_fixture_close(&fixture);
+}
+
+// A run that began with plenty resumes with less only when its cut may change.
+static void a_frozen_cut_is_not_changed_unasked(void **state)
+{
+    (void)state;
+    struct run_fixture fixture;
+    run_fixture_open(&fixture);
+    run_fixture_set(&fixture, "checkpoint.every=2");
+    const char *limit = limit_of(&fixture, needed_by(&fixture, NULL) - 100000);
+    assert_int_equal(run_train(&fixture, "run", "--set", "run.max_steps=2", NULL), 0);
+    assert_int_equal(run_train(&fixture, "run", "--set", "run.max_steps=4", "--set", limit, NULL),
+                     2);
+    run_must_say(&fixture, "run", "--replan lets it be cut smaller");
+    assert_int_equal(
+        run_train(&fixture, "run", "--set", "run.max_steps=4", "--set", limit, "--replan", NULL),
+        0);
+    assert_int_equal(program_checkpoint(run_path(&fixture, "run")), 4);
+    run_fixture_close(&fixture);
+}
+
+static int open_folder(void **state)
+{
+    *state = fixture_folder();
+    return 0;
+}
+
+static int close_folder(void **state)
+{
+    fixture_folder_remove(*state);
+    return 0;
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(more_anchors_take_no_more_memory),
+        cmocka_unit_test(more_ranks_take_less_each),
+        cmocka_unit_test(json_adds_up),
+        cmocka_unit_test(operations_are_counted),
+        cmocka_unit_test(training_takes_what_was_planned),
+        cmocka_unit_test(thriftier_cuts_take_less),
+        cmocka_unit_test(what_is_said_to_fit_fits),
+        cmocka_unit_test(layer_types_follow_the_layers),
+        cmocka_unit_test(keys_grow_together),
+        cmocka_unit_test(bad_questions_are_refused),
+        cmocka_unit_test(sizes_of_any_target_are_enough),
+        cmocka_unit_test(a_run_that_does_not_fit_is_refused),
+        cmocka_unit_test(open_cuts_become_smaller),
+        cmocka_unit_test(a_frozen_cut_is_not_changed_unasked),
+    };
+    return cmocka_run_group_tests(tests, open_folder, close_folder);
+}
