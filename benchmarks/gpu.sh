@@ -106,14 +106,18 @@ tests() {
     check_later 150 "ctest -L cuda" ctest ctest --test-dir "$BUILD" -L cuda -E '^kernels' -j 4 --output-on-failure
 }
 
+# The generic path is another only for attention and the loss.
 sanitizer() {
     local op path tool
     command -v compute-sanitizer >/dev/null || { row "sanitizer" "none" "compute-sanitizer is not there"; return; }
-    for tool in memcheck racecheck initcheck; do
-        for op in $OPS; do
-            for path in cuda cuda-generic; do
+    for op in attention_backward attention_forward softmax_loss $OPS; do # the longest first
+        for path in cuda cuda-generic; do
+            for tool in memcheck racecheck initcheck; do
+                [ $path = cuda-generic ] && [[ $op != attention* && $op != softmax* ]] && continue
+                [ -e "$logs/$tool-$path-$op.log" ] && continue
                 check_later "${SANITIZER_LIMIT:-90}" "$tool $path $op" "$tool-$path-$op" compute-sanitizer --tool $tool \
                     --error-exitcode 9 "$BUILD/tests/test_kernels" $path "$op/${SANITIZER_CASES:-}"
+                : >>"$logs/$tool-$path-$op.log"
             done
         done
     done
