@@ -47,7 +47,7 @@ struct bench {
     const struct backend *backend;
     struct stream *stream;
     enum dtype type;     // of what the ops compute with
-    const char *only;    // part of the names that are timed
+    const char *only;    // parts of the names that are timed; NULL: all
     double tune_seconds; // for choosing the algorithm of a product
     FILE *csv;           // NULL: none
     void *flush;         // [FLUSH_BYTES]
@@ -268,7 +268,7 @@ static void print_row(const struct bench *bench, const char *name, const struct 
     double by_bytes = bench->copy_rate > 0.0 ? rate / bench->copy_rate : 0.0;
     double by_flops = bench->flop_rate > 0.0 ? flops / bench->flop_rate : 0.0;
     double share = by_flops > by_bytes ? by_flops : by_bytes;
-    printf("%-46s %9.3f ms %7.1f TFLOP/s %7.0f GB/s %5.1f %%\n", name, times->median * 1e3,
+    printf("%-46s %9.3f ms %8.3f TFLOP/s %7.1f GB/s %5.1f %%\n", name, times->median * 1e3,
            flops * 1e-12, rate * 1e-9, share * 100.0);
     fflush(stdout);
     if (bench->csv == NULL)
@@ -628,9 +628,18 @@ static const struct row rows[] = {
     {"convert", "context", bind_convert},
 };
 
+// Whether the name has one of the parts, which commas separate.
 static bool wanted(const struct bench *bench, const char *name)
 {
-    return bench->only == NULL || strstr(name, bench->only) != NULL;
+    for (const char *part = bench->only; part != NULL && *part != '\0';) {
+        char one[NAME];
+        size_t length = strcspn(part, ",");
+        snprintf(one, sizeof(one), "%.*s", (int)length, part);
+        if (strstr(name, one) != NULL)
+            return true;
+        part += length + (part[length] == ',');
+    }
+    return bench->only == NULL;
 }
 
 static void time_job(struct bench *bench, const char *name, struct job *job)
@@ -777,7 +786,7 @@ static int usage(const char *why)
     fprintf(stderr,
             "bench_kernels: %s\n"
             "usage: bench_kernels [--device cpu|cuda] [--threads N] [--sizes NAME|cases|all]\n"
-            "                     [--type bf16|fp32] [--only PART_OF_NAME] [--tune SECONDS]\n"
+            "                     [--type bf16|fp32] [--only PARTS_OF_NAMES] [--tune SECONDS]\n"
             "                     [--csv FILE]\n",
             why);
     return 2;
@@ -857,12 +866,23 @@ static void bench_close(struct bench *bench)
         fclose(bench->csv);
 }
 
+static bool known_sizes(const char *name)
+{
+    for (size_t i = 0; i < sizeof(all_sizes) / sizeof(all_sizes[0]); i++)
+        if (strcmp(name, all_sizes[i].name) == 0)
+            return true;
+    return strcmp(name, "all") == 0 || strcmp(name, "cases") == 0;
+}
+
 int main(int argc, char **argv)
 {
     struct arguments arguments = {.device = "cpu", .threads = 1};
     struct bench bench = {.tune_seconds = 0.2};
-    bool found = false;
-    if (parse(argc, argv, &arguments, &bench) != 0 || bench_open(&bench, &arguments) != 0)
+    if (parse(argc, argv, &arguments, &bench) != 0)
+        return 2;
+    if (arguments.sizes != NULL && !known_sizes(arguments.sizes))
+        return usage("--sizes takes v4, qwen3-8b, smollm2, all or cases");
+    if (bench_open(&bench, &arguments) != 0)
         return 2;
     // A CPU takes minutes at the larger sizes.
     const char *sizes = arguments.sizes != NULL                   ? arguments.sizes
@@ -870,14 +890,10 @@ int main(int argc, char **argv)
                                                                   : "all";
     measure_ceilings(&bench);
     for (size_t i = 0; i < sizeof(all_sizes) / sizeof(all_sizes[0]); i++)
-        if (strcmp(sizes, "all") == 0 || strcmp(sizes, all_sizes[i].name) == 0) {
+        if (strcmp(sizes, "all") == 0 || strcmp(sizes, all_sizes[i].name) == 0)
             bench_sizes(&bench, &all_sizes[i]);
-            found = true;
-        }
-    if (strcmp(sizes, "cases") == 0) {
+    if (strcmp(sizes, "cases") == 0)
         bench_cases(&bench);
-        found = true;
-    }
     bench_close(&bench);
-    return found ? 0 : usage("--sizes takes v4, qwen3-8b, smollm2, all or cases");
+    return 0;
 }

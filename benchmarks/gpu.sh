@@ -148,7 +148,7 @@ wait
 unset OMP_NUM_THREADS
 [ -s "$logs/check.log" ] && cut -c1-200 "$logs/check.log"
 
-wanted kernels && check "${LIMIT:-60}" "timed kernels" kernels "$BUILD/benchmarks/bench_kernels" cuda 2 "${CASES:-}"
+wanted kernels && check "${LIMIT:-60}" "timed kernels" kernels "$BUILD/benchmarks/bench_kernels" --device cuda --sizes "${SIZES:-v4}" --tune 0.1
 for name in attention loss; do
     wanted $name && check "${LIMIT:-60}" "timed $name" $name "$BUILD/benchmarks/bench_$name"
 done
