@@ -156,7 +156,7 @@ def run_ours(arguments, folder, target, shard, anchors):
                                             arguments.steps, arguments.limit)
     if not steps:
         return dict(anchors=anchors, failed=step.last_lines(run))
-    plan, _ = step.planned_gib(arguments.dtrain, config)
+    plan = step.planned_gib(arguments.dtrain, config)
     return dict(step.summarise(name, steps, startup, memory, plan, arguments.tokens), count=anchors)
 
 

@@ -3,11 +3,11 @@
 
     python3 benchmarks/step.py --dtrain build/dtrain --settings v4-512,v4-1024 [--steps 12]
 
-Needs torch, numpy, h5py; pynvml for the memory of a GPU. A run is killed after its steps, so that it
-writes no checkpoint. Settings: v4-ANCHORS, qwen3-8b-ANCHORS, with -low (memory.logits bf16, whole layers
-recomputed), -mix (short documents, 60 % supervised), -wild (rows from 30 to 130,000 block rows), -whole
-(one document a row), in any order behind the number; all: the list below. One line a setting, and an
-object a setting in --json.
+Needs torch, numpy, h5py; pynvml for the memory of a GPU. A run is killed after its steps, so that it writes no
+checkpoint. Settings: v4-ANCHORS, qwen3-8b-ANCHORS, and marks behind the number: -low (memory.mode low), -bf16
+(memory.logits bf16), -generic (kernels.path generic), -mix (short documents, 60 % supervised), -wild (rows from a few
+anchors to every token supervised), -whole (one document a row). all: the list below. One line a setting, and an object
+a setting in --json.
 """
 import argparse
 import json
@@ -66,10 +66,10 @@ def parse_setting(name):
     for model in made_up.MODELS:
         if name.startswith(model + "-"):
             anchors, *marks = name[len(model) + 1:].split("-")
-            unknown = set(marks) - {"low", "mix", "wild", "whole", "generic"}
+            unknown = set(marks) - {"low", "bf16", "mix", "wild", "whole", "generic"}
             if anchors.isdigit() and not unknown:
                 return model, int(anchors), marks
-    sys.exit(f"setting {name}: MODEL-ANCHORS[-low][-mix][-wild][-whole][-generic] expected")
+    sys.exit(f"setting {name}: MODEL-ANCHORS[-low][-bf16][-mix][-wild][-whole][-generic] expected")
 
 
 def documents_for(marks, tokens):
@@ -99,7 +99,7 @@ def prepare(folder, model_name, marks, tokens):
 
 
 def write_config(folder, name, target, shard, anchors, tokens, device, marks):
-    memory = "{logits: bf16, recompute: layer}" if "low" in marks else "{}"
+    memory = (["mode: low"] if "low" in marks else []) + (["logits: bf16"] if "bf16" in marks else [])
     kernels = "kernels: {path: generic}\n" if "generic" in marks else ""
     path = folder / f"{name}.yaml"
     path.write_text(f"""
@@ -111,7 +111,7 @@ anchors: {{max_anchors: {anchors}, per: row}}
 loss: {{kl: 1.0, slot_decay_gamma: 7.0}}
 optimizer: {{lr: 1.0e-5}}
 checkpoint: {{every: 0}}
-memory: {memory}
+memory: {{{', '.join(memory)}}}
 {kernels}log: {{every: 1, tensorboard: false}}
 """)
     return path, folder / f"run-{name}"
@@ -161,10 +161,9 @@ def planned_gib(dtrain, config):
     """What `dtrain plan --json` says one device needs; None where it says nothing."""
     done = subprocess.run([dtrain, "plan", "--json", "--config", str(config)], capture_output=True, text=True)
     try:
-        plan = json.loads(done.stdout)
-        return plan["device_bytes"] / 2**30, plan
-    except (ValueError, KeyError, TypeError):
-        return None, None
+        return json.loads(done.stdout)["needed"] / 2**30
+    except (ValueError, KeyError):
+        return None
 
 
 def floor_of(name, tokens):
@@ -245,7 +244,7 @@ def main():
             failed += 1
             continue
         failed += len(steps) < count
-        plan, _ = planned_gib(dtrain, config)
+        plan = planned_gib(dtrain, config)
         if len(steps) < count:
             print(f"{name:20s} ended after {len(steps)} steps: {last_lines(run)}", flush=True)
         results.append(summarise(name, steps, startup, memory, plan, arguments.tokens))
