@@ -132,6 +132,7 @@ cJSON *plan_json(const struct plan_report *r)
     cJSON *root = cJSON_CreateObject();
     if (r->config->file != NULL)
         cJSON_AddStringToObject(root, "config", r->config->file);
+    json_add_int(root, "device_bytes", (int64_t)plan_device_bytes(r->plan, 1));
     json_add_int(root, "needed", (int64_t)r->plan->needed);
     json_add_int(root, "for_ranks", r->input->subject.ranks);
     if (r->device_memory > 0) {

@@ -142,8 +142,8 @@ static int use_shards(struct plan_input *input, const struct config *config,
     s->last_hidden = first->last_hidden;
     sum_documents(&input->documents, headers, config->data.seq_len);
     s->documents = input->documents.documents;
-    snprintf(input->data_from, sizeof(input->data_from), "%zu shards of data.train",
-             headers->count);
+    snprintf(input->data_from, sizeof(input->data_from), "%zu shard%s of data.train",
+             headers->count, headers->count == 1 ? "" : "s");
     return 0;
 }
 

@@ -25,9 +25,20 @@ const char *plan_number(int64_t value, char text[PLAN_NUMBER_TEXT])
     return text;
 }
 
-static double gib(size_t bytes)
+// The unit of a table: what its total is large in.
+struct unit {
+    const char *name;
+    double size;
+};
+
+static struct unit byte_unit(size_t total)
 {
-    return (double)bytes / 0x1p30;
+    return total >= (size_t)1 << 30 ? (struct unit){"GiB", 0x1p30} : (struct unit){"MiB", 0x1p20};
+}
+
+static struct unit flop_unit(double total)
+{
+    return total >= 1e12 ? (struct unit){"TFLOP", 1e12} : (struct unit){"GFLOP", 1e9};
 }
 
 static void print_model(const struct plan_report *r, FILE *out)
@@ -50,15 +61,42 @@ static void print_model(const struct plan_report *r, FILE *out)
     fprintf(out, "          from %s\n", r->input->data_from);
 }
 
-static void print_rank_row(const struct plan_report *r, FILE *out, size_t part)
+static void print_rank_row(const struct plan_report *r, FILE *out, size_t part, struct unit unit)
 {
     const struct plan *plan = r->plan;
     fprintf(out, "  %-20s", part < plan->device_count ? plan->device[part].name : "total");
-    for (size_t i = 0; i < RANK_COLUMNS; i++)
-        fprintf(out, " %9.2f",
-                gib(part < plan->device_count ? plan_part_bytes(plan, part, rank_columns[i])
-                                              : plan_device_bytes(plan, rank_columns[i])));
+    for (size_t i = 0; i < RANK_COLUMNS; i++) {
+        size_t bytes = part < plan->device_count ? plan_part_bytes(plan, part, rank_columns[i])
+                                                 : plan_device_bytes(plan, rank_columns[i]);
+        fprintf(out, " %9.2f", (double)bytes / unit.size);
+    }
     fprintf(out, "\n");
+}
+
+static size_t shared_bytes(const struct arena *arena, const char *group)
+{
+    size_t sum = 0;
+    for (size_t i = 0; i < arena->count; i++)
+        if (arena->entries[i].shared && strcmp(arena->entries[i].group, group) == 0)
+            sum += arena->entries[i].bytes;
+    return sum;
+}
+
+// Parts of unions that are not the largest.
+static void print_shared(const struct plan_report *r, FILE *out, struct unit unit)
+{
+    const struct plan *plan = r->plan;
+    bool any = false;
+    for (size_t i = 0; i < plan->device_count; i++) {
+        size_t bytes = shared_bytes(&plan->arena, plan->device[i].name);
+        if (bytes > 0)
+            fprintf(out, "%s %s %.2f",
+                    any ? "," : "  In the same place as what is counted, at another time:",
+                    plan->device[i].name, (double)bytes / unit.size);
+        any |= bytes > 0;
+    }
+    if (any)
+        fprintf(out, ".\n");
 }
 
 static void print_share(const struct plan_report *r, FILE *out)
@@ -76,14 +114,18 @@ static void print_share(const struct plan_report *r, FILE *out)
 
 static void print_device(const struct plan_report *r, FILE *out)
 {
-    fprintf(out, "\n%-22s",
-            strcmp(r->plan->execution.device, "cpu") == 0 ? "step, GiB on" : "GPU memory, GiB on");
+    struct unit unit = byte_unit(plan_device_bytes(r->plan, 1));
+    char title[32];
+    snprintf(title, sizeof(title), "%s, %s on",
+             strcmp(r->plan->execution.device, "cpu") == 0 ? "step" : "GPU memory", unit.name);
+    fprintf(out, "\n%-22s", title);
     for (size_t i = 0; i < RANK_COLUMNS; i++)
         fprintf(out, " %2lld rank%s", (long long)rank_columns[i], i == 0 ? "  " : "s ");
     fprintf(out, "\n");
     for (size_t part = 0; part <= r->plan->device_count; part++)
-        print_rank_row(r, out, part);
+        print_rank_row(r, out, part, unit);
     print_share(r, out);
+    print_shared(r, out, unit);
     fprintf(out,
             "  One rank is what this version runs. On more, optimizer state and master weights\n"
             "  belong to ranks as whole tensors; what NCCL takes for itself is not counted.\n");
@@ -92,10 +134,12 @@ static void print_device(const struct plan_report *r, FILE *out)
 static void print_host(const struct plan_report *r, FILE *out)
 {
     const struct plan *plan = r->plan;
-    fprintf(out, "\nhost memory, GiB a rank\n");
+    struct unit unit = byte_unit(plan_host_bytes(plan));
+    fprintf(out, "\nhost memory, %s a rank\n", unit.name);
     for (size_t i = 0; i < plan->host_count; i++)
-        fprintf(out, "  %-20s %9.2f\n", plan->host[i].name, gib(plan->host[i].bytes));
-    fprintf(out, "  %-20s %9.2f\n", "total", gib(plan_host_bytes(plan)));
+        fprintf(out, "  %-21s %8.2f\n", plan->host[i].name,
+                (double)plan->host[i].bytes / unit.size);
+    fprintf(out, "  %-21s %8.2f\n", "total", (double)plan_host_bytes(plan) / unit.size);
 }
 
 static void print_choice(const struct plan_report *r, FILE *out, const char *name,
@@ -119,10 +163,11 @@ static void print_choices(const struct plan_report *r, FILE *out)
 static void print_work(const struct plan_report *r, FILE *out)
 {
     const struct plan_work *w = r->work;
+    struct unit unit = flop_unit(w->flops);
     char a[PLAN_NUMBER_TEXT], b[PLAN_NUMBER_TEXT];
-    fprintf(out, "\none step: %lld rows of %s anchors, %s block rows each, in %.0f groups\n",
-            (long long)w->rows, plan_number((int64_t)w->anchors, a),
-            plan_number((int64_t)w->block_rows, b), w->groups);
+    fprintf(out, "\none step: %lld row%s of %s anchors, %s block rows each, in %.0f group%s\n",
+            (long long)w->rows, w->rows == 1 ? "" : "s", plan_number((int64_t)w->anchors, a),
+            plan_number((int64_t)w->block_rows, b), w->groups, w->groups > 1.0 ? "s" : "");
     const struct {
         const char *name;
         double flops;
@@ -137,7 +182,8 @@ static void print_work(const struct plan_report *r, FILE *out)
                  {"total", w->flops}};
     for (size_t i = 0; i < sizeof(lines) / sizeof(*lines); i++)
         if (lines[i].flops > 0.0)
-            fprintf(out, "  %-20s %9.2f TFLOP\n", lines[i].name, lines[i].flops * 1e-12);
+            fprintf(out, "  %-20s %9.2f %s\n", lines[i].name, lines[i].flops / unit.size,
+                    unit.name);
     fprintf(
         out,
         "  Every anchor drawn, every token supervised; a block row sees %.0f tokens of context\n"

@@ -65,6 +65,7 @@ static void describe_start(const struct run *run)
 {
     const struct documents *d = &run->session.train;
     const struct execution *e = &run->session.execution;
+    char planned[BYTE_SIZE_TEXT], begin[BYTE_SIZE_TEXT];
     log_info("data: %zu documents, %lld tokens, %.1f %% supervised; left out: %lld without "
              "supervised tokens, %lld bad; %lld cut to %lld tokens",
              d->count, (long long)d->tokens,
@@ -77,9 +78,11 @@ static void describe_start(const struct run *run)
     log_info("anchors: at most %lld per %s", (long long)run->config.anchors.max_anchors,
              run->config.anchors.per == ANCHORS_PER_ROW ? "row" : "document");
     log_info("execution: %s (%s), %s, groups of %lld rows, chunks of %lld, recompute %s, "
-             "%lld threads, %.2f GB planned",
+             "%lld threads, %s planned, %s in use before",
              e->device, e->hardware, e->compute, (long long)e->group_rows, (long long)e->chunk_rows,
-             e->recompute, (long long)e->threads, (double)run->step.arena.bytes * 1e-9);
+             e->recompute, (long long)e->threads,
+             byte_size_text((double)run->planned_bytes, planned),
+             byte_size_text((double)run->begin_bytes, begin));
     log_info("steps: %lld, from step %lld", (long long)run->steps.total,
              (long long)run->counters.step + 1);
 }
