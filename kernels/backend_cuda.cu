@@ -95,7 +95,12 @@ static void cuda_zero(struct stream *stream, void *device, size_t bytes)
 
 static void cuda_sync(struct stream *stream)
 {
-    cuda_check(cudaStreamSynchronize(stream->cuda));
+    cudaError_t status = cudaStreamSynchronize(stream->cuda);
+    if (status != cudaSuccess)
+        die("CUDA: work that was queued failed: %s; CUDA_LAUNCH_BLOCKING=1 in the environment "
+            "makes "
+            "the message name the op",
+            cudaGetErrorString(status));
 }
 
 static size_t cuda_workspace_bytes(int threads)

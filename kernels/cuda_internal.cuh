@@ -20,8 +20,16 @@ static inline void cuda_check_status(cudaError_t status, const char *call, const
         log_die(file, line, "CUDA: %s: %s", call, cudaGetErrorString(status));
 }
 
-// After every launch. Faults inside the kernel show at the next sync.
-#define launch_check() cuda_check(cudaGetLastError())
+// After every launch; names the function, which is called as the op is. Faults inside the kernel show
+// at the next sync.
+#define launch_check() launch_check_status(cudaGetLastError(), __func__, __FILE__, __LINE__)
+
+static inline void launch_check_status(cudaError_t status, const char *function, const char *file,
+                                       int line)
+{
+    if (status != cudaSuccess)
+        log_die(file, line, "CUDA: a launch in %s: %s", function, cudaGetErrorString(status));
+}
 
 struct gemm_state; // the library's handle and which algorithm each product takes
 
