@@ -1,358 +1,234 @@
-// Owns the loss over the vocabulary on CUDA: one CTA a row. One pass for the softmax statistics, then
-// one for the sums that the terms are made of and the gradient, or two where the gradient needs the
-// sums. The arithmetic is that of softmax_loss_cpu.c: sums in fp64 of fp32 elements, probabilities
-// from logits minus the row's maximum. Threads take elements in a fixed pattern and reductions have a
-// fixed order, so results repeat bit for bit.
-#include "kernels/softmax_loss.h"
-
-#include <float.h>
-#include <math.h>
+// Owns the loss over the vocabulary on any GPU: one CTA a row, which reads its two rows two or three
+// times, and the results of a row from its record. softmax_loss_cluster_cuda.cu has the kernel for
+// Hopper. Threads take elements in a fixed pattern and reductions have a fixed order, so results repeat
+// bit for bit. A thread sums in fp32 (some hundred elements, eight at a time), what follows is fp64.
+#include "kernels/softmax_loss_cuda.cuh"
 
 #include "kernels/arguments.h"
-#include "kernels/cuda_internal.cuh"
 
-enum {
-    THREADS = 512,
-    ITEMS = 4, // of a thread at a time, THREADS apart
-    TILE = THREADS * ITEMS
-};
+enum { TILE = LOSS_THREADS * LOSS_ITEMS };
 
-// log-softmax of element i is (logit[i] - max) - log_sum.
-struct softmax {
-    float max, inverse_sum;
-    double log_sum;
-    int32_t argmax;
-};
-
-// Sums over the row that the terms and the gradient are made of; names as in softmax_loss_cpu.c.
-struct sums {
-    double overlap, distance, kl, reverse_kl, kl_pm, kl_qm;
-    double above, below; // q where q > p, and elsewhere: each by itself, 1 - above would cancel
-};
-
-// Coefficients of the gradient, see element_gradient.
-struct gradient {
-    float kl, ce, reverse_kl, kl_qp, js, kl_qm, tv, above, below;
-    int64_t token[2]; // -1: none
-    float target[2];
-};
-
-struct needs {
-    bool kl, reverse_kl, js, tv, logs; // logs: log p - log q
-};
-
+// A row as its CTA reads it.
 struct row {
     const void *student, *teacher; // [V]; teacher NULL: none
-    struct softmax q, p;
-    int64_t label;
-    double log_q_label, log_q_top;
-    struct needs needs;
+    int32_t vocab;
+    bool vectors; // student, teacher and gradient are aligned for LOSS_ITEMS elements at a time
 };
 
-// One element of both distributions. d = log p - log q, NaN or infinite where p or q is 0.
-struct element {
-    float q, p, d, log_pm, log_qm;
-};
-
-static __device__ struct needs needs_of(const float *weight)
+// Element of item j of this thread in the tile that begins at `first`.
+static __device__ __forceinline__ int32_t element_index(bool vectors, int32_t first, int j)
 {
-    struct needs needs;
-    needs.kl = weight[LOSS_KL] != 0.0f || weight[LOSS_LK] != 0.0f;
-    needs.reverse_kl = weight[LOSS_REVERSE_KL] != 0.0f;
-    needs.js = weight[LOSS_JS] != 0.0f;
-    needs.tv = weight[LOSS_TV] != 0.0f || weight[LOSS_NLA] != 0.0f || weight[LOSS_LK] != 0.0f;
-    needs.logs = needs.kl || needs.reverse_kl || needs.js;
-    return needs;
+    int32_t thread = (int32_t)threadIdx.x;
+    return vectors ? first + thread * LOSS_ITEMS + j : first + j * LOSS_THREADS + thread;
 }
 
-// exp, and 0 below where fp32 would lose bits. NaN stays NaN.
-static __device__ __forceinline__ float exp_or_zero(float x)
+static __device__ __forceinline__ void load_vector(float x[LOSS_ITEMS], const float *from)
 {
-    return x < -86.9f ? 0.0f : expf(x);
+#pragma unroll
+    for (int j = 0; j < LOSS_ITEMS; j += 4) {
+        float4 v = *(const float4 *)(from + j);
+        x[j] = v.x;
+        x[j + 1] = v.y;
+        x[j + 2] = v.z;
+        x[j + 3] = v.w;
+    }
 }
 
-// Takes one more logit into a thread's running maximum and sum. NaN is never a maximum.
+static __device__ __forceinline__ void load_vector(float x[LOSS_ITEMS], const bf16_t *from)
+{
+    uint4 v = *(const uint4 *)from;
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        x[2 * j] = __uint_as_float(words[j] << 16);
+        x[2 * j + 1] = __uint_as_float(words[j] & 0xffff0000u);
+    }
+}
+
+// -inf beyond the end and where there is no row.
 template <typename Logit>
-static __device__ void softmax_add_tile(struct softmax *s, double *sum, const Logit *logits,
-                                        int64_t first, int64_t vocab)
+static __device__ __forceinline__ void load_items(float x[LOSS_ITEMS], const void *logits,
+                                                  const struct row &row, int32_t first)
 {
-    float x[ITEMS], before = s->max, part = 0.0f;
+    const Logit *from = (const Logit *)logits;
 #pragma unroll
-    for (int j = 0; j < ITEMS; j++) {
-        int64_t i = first + j * THREADS + threadIdx.x;
-        x[j] = i < vocab ? load(logits, i) : -INFINITY;
+    for (int j = 0; j < LOSS_ITEMS; j++)
+        x[j] = -INFINITY;
+    if (from == NULL)
+        return;
+    int32_t at = element_index(row.vectors, first, 0);
+    if (row.vectors && at + LOSS_ITEMS <= row.vocab) {
+        load_vector(x, from + at);
+        return;
     }
 #pragma unroll
-    for (int j = 0; j < ITEMS; j++)
-        if (x[j] > s->max) {
-            s->max = x[j];
-            s->argmax = (int32_t)(first + j * THREADS + threadIdx.x);
-        }
-    if (s->max > before)
-        *sum *= (double)exp_or_zero(before - s->max);
-    // While nothing finite was seen any reference will do: exp(-inf) is 0, NaN stays NaN.
-    float reference = s->max == -INFINITY ? 0.0f : s->max;
-#pragma unroll
-    for (int j = 0; j < ITEMS; j++)
-        part += exp_or_zero(x[j] - reference);
-    *sum += (double)part;
+    for (int j = 0; j < LOSS_ITEMS; j++) {
+        int32_t i = element_index(row.vectors, first, j);
+        if (i < row.vocab)
+            x[j] = load(from, i);
+    }
 }
 
-// Largest value of all threads, the lowest index among equals; the same for all threads.
-static __device__ void block_argmax(float *value, int32_t *index)
+static __device__ __forceinline__ void store_vector(float *to, const float x[LOSS_ITEMS])
 {
-    __shared__ float values[THREADS / WARP];
-    __shared__ int32_t indices[THREADS / WARP];
-    float v = *value;
-    int32_t at = *index;
-    for (int half = WARP / 2; half > 0; half /= 2) {
-        float other = __shfl_xor_sync(0xffffffffu, v, half);
-        int32_t other_at = __shfl_xor_sync(0xffffffffu, at, half);
-        if (other > v || (other == v && other_at < at)) {
-            v = other;
-            at = other_at;
-        }
+#pragma unroll
+    for (int j = 0; j < LOSS_ITEMS; j += 4)
+        *(float4 *)(to + j) = make_float4(x[j], x[j + 1], x[j + 2], x[j + 3]);
+}
+
+static __device__ __forceinline__ void store_vector(bf16_t *to, const float x[LOSS_ITEMS])
+{
+    __nv_bfloat162 pair[LOSS_ITEMS / 2];
+#pragma unroll
+    for (int j = 0; j < LOSS_ITEMS / 2; j++)
+        pair[j] = __floats2bfloat162_rn(x[2 * j], x[2 * j + 1]);
+    *(uint4 *)to = *(const uint4 *)pair;
+}
+
+template <typename Out>
+static __device__ __forceinline__ void store_items(Out *out, const float x[LOSS_ITEMS],
+                                                   const struct row &row, int32_t first)
+{
+    int32_t at = element_index(row.vectors, first, 0);
+    if (row.vectors && at + LOSS_ITEMS <= row.vocab) {
+        store_vector(out + at, x);
+        return;
     }
+#pragma unroll
+    for (int j = 0; j < LOSS_ITEMS; j++) {
+        int32_t i = element_index(row.vectors, first, j);
+        if (i < row.vocab)
+            store(out, i, x[j]);
+    }
+}
+
+// Statistics of a row, the same for all threads.
+template <typename Logit>
+static __device__ struct loss_softmax softmax_of(const void *logits, const struct row &row)
+{
+    __shared__ struct loss_softmax parts[LOSS_WARPS];
+    struct loss_running r = loss_running_make();
+    for (int32_t first = 0; first < row.vocab; first += TILE) {
+        float x[LOSS_ITEMS];
+        load_items<Logit>(x, logits, row, first);
+        loss_running_add<true>(&r, x, first);
+    }
+    int32_t index = element_index(row.vectors, r.group, r.item);
+    struct loss_softmax s = loss_warp(r, index);
     __syncthreads(); // the last call's readers are done
-    if (threadIdx.x % WARP == 0) {
-        values[threadIdx.x / WARP] = v;
-        indices[threadIdx.x / WARP] = at;
-    }
+    if (threadIdx.x % WARP == 0)
+        parts[threadIdx.x / WARP] = s;
     __syncthreads();
-    v = values[0];
-    at = indices[0];
-    for (int warp = 1; warp < THREADS / WARP; warp++)
-        if (values[warp] > v || (values[warp] == v && indices[warp] < at)) {
-            v = values[warp];
-            at = indices[warp];
-        }
-    *value = v;
-    *index = at;
+    return loss_combine(parts, LOSS_WARPS);
 }
 
-// A row of -inf alone, or with NaN or +inf in it, has a NaN sum and so NaN results.
-template <typename Logit>
-static __device__ struct softmax softmax_of(const Logit *logits, int64_t vocab)
+static __device__ void subtract_at(float value[LOSS_ITEMS], const struct row &row, int32_t first,
+                                   int32_t token, float target)
 {
-    struct softmax s;
-    double sum = 0.0;
-    s.max = -INFINITY;
-    s.argmax = INT32_MAX; // a thread that saw nothing
-    for (int64_t first = 0; first < vocab; first += TILE)
-        softmax_add_tile(&s, &sum, logits, first, vocab);
-    float mine = s.max;
-    block_argmax(&s.max, &s.argmax);
-    if (mine != -INFINITY) // else the sum is 0 or NaN
-        sum *= (double)exp_or_zero(mine - s.max);
-    sum = block_sum<THREADS>(sum);
-    if (s.max == -INFINITY)
-        s.argmax = 0;
-    s.inverse_sum = s.max == -INFINITY ? NAN : (float)(1.0 / sum);
-    s.log_sum = log(sum);
-    return s;
-}
-
-template <typename Logit>
-static __device__ double log_softmax_at(const struct softmax *s, const Logit *logits, int64_t i)
-{
-    return (double)load(logits, i) - (double)s->max - s->log_sum;
-}
-
-// log(p/m) and log(q/m), m = (p + q) / 2: see mixture_logs in softmax_loss_cpu.c.
-static __device__ __forceinline__ void mixture_logs(struct element *e)
-{
-    float p = e->p, q = e->q, sum = p + q;
-    float a = fabsf(p - q) / (sum == 0.0f ? 1.0f : sum);
-    float s = a / (2.0f + a), u = s * s;
-    float g = 2.44249001e-1f;
-    g = g * u + 2.13899627e-1f;
-    g = g * u + 2.86210418e-1f;
-    g = g * u + 3.99986774e-1f;
-    g = g * u + 6.66666806e-1f;
-    g = g * u + 2.0f;
-    float larger = g * s;
-    float smaller = larger - fabsf(e->d);
-    e->log_pm = p == 0.0f ? 0.0f : (p < q ? smaller : larger);
-    e->log_qm = q == 0.0f ? 0.0f : (p < q ? larger : smaller);
-}
-
-// An element beyond the vocabulary, and p and d without a teacher, are 0.
-template <typename Logit>
-static __device__ __forceinline__ struct element element_at(const struct row *row, float shift,
-                                                            int64_t i, int64_t vocab)
-{
-    struct element e = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
-    if (i >= vocab)
-        return e;
-    float z = load((const Logit *)row->student, i) - row->q.max;
-    e.q = exp_or_zero(z) * row->q.inverse_sum;
-    if (row->teacher == NULL)
-        return e;
-    float t = load((const Logit *)row->teacher, i) - row->p.max;
-    e.p = exp_or_zero(t) * row->p.inverse_sum;
-    if (row->needs.logs)
-        e.d = (t - z) + shift;
-    if (row->needs.js)
-        mixture_logs(&e);
-    return e;
-}
-
-// Tokens that the teacher excludes (a logit of -inf) are left out: the term would be infinite.
-static __device__ __forceinline__ float log_q_over_p(float q, float d)
-{
-    return q == 0.0f || d == -INFINITY ? 0.0f : -d;
-}
-
-// What the elements of one thread in one tile add, in fp32.
-struct tile_sums {
-    float overlap, distance, kl, reverse_kl, kl_pm, kl_qm, above, below;
-};
-
-static __device__ __forceinline__ void add_element(struct tile_sums *s, const struct element &e,
-                                                   const struct needs &needs)
-{
-    s->overlap += e.q < e.p ? e.q : e.p;
-    if (needs.kl)
-        s->kl += e.p == 0.0f ? 0.0f : e.p * e.d;
-    if (needs.reverse_kl)
-        s->reverse_kl += log_q_over_p(e.q, e.d) * e.q;
-    if (needs.js) {
-        s->kl_pm += e.p * e.log_pm;
-        s->kl_qm += e.q * e.log_qm;
-    }
-    if (needs.tv) {
-        s->distance += fabsf(e.p - e.q);
-        s->above += e.q > e.p ? e.q : 0.0f;
-        s->below += e.q > e.p ? 0.0f : e.q;
-    }
-}
-
-static __device__ __forceinline__ void add_tile(struct sums *sums, const struct tile_sums &tile,
-                                                const struct needs &needs)
-{
-    sums->overlap += (double)tile.overlap;
-    if (needs.kl)
-        sums->kl += (double)tile.kl;
-    if (needs.reverse_kl)
-        sums->reverse_kl += (double)tile.reverse_kl;
-    if (needs.js) {
-        sums->kl_pm += (double)tile.kl_pm;
-        sums->kl_qm += (double)tile.kl_qm;
-    }
-    if (needs.tv) {
-        sums->distance += (double)tile.distance;
-        sums->above += (double)tile.above;
-        sums->below += (double)tile.below;
-    }
-}
-
-static __device__ void reduce_sums(struct sums *sums, const struct needs &needs)
-{
-    sums->overlap = block_sum<THREADS>(sums->overlap);
-    if (needs.kl)
-        sums->kl = block_sum<THREADS>(sums->kl);
-    if (needs.reverse_kl)
-        sums->reverse_kl = block_sum<THREADS>(sums->reverse_kl);
-    if (needs.js) {
-        sums->kl_pm = block_sum<THREADS>(sums->kl_pm);
-        sums->kl_qm = block_sum<THREADS>(sums->kl_qm);
-    }
-    if (needs.tv) {
-        sums->distance = block_sum<THREADS>(sums->distance);
-        sums->above = block_sum<THREADS>(sums->above);
-        sums->below = block_sum<THREADS>(sums->below);
-    }
-}
-
-// kl (q - p) + ce q + reverse_kl q (log(q/p) - kl_qp) + js q (log(q/m) - kl_qm)
-// + tv (q > p ? q below : -q above) - target at a token, twice.
-static __device__ __forceinline__ float element_gradient(const struct gradient &g,
-                                                         const struct element &e, int64_t i)
-{
-    float value = g.kl * (e.q - e.p) + g.ce * e.q;
-    if (g.reverse_kl != 0.0f)
-        value += g.reverse_kl * e.q * (log_q_over_p(e.q, e.d) - g.kl_qp);
-    if (g.js != 0.0f)
-        value += g.js * e.q * (e.log_qm - g.kl_qm);
-    if (g.tv != 0.0f)
-        value += g.tv * (e.q > e.p ? e.q * g.below : -e.q * g.above);
-    if (i == g.token[0])
-        value -= g.target[0];
-    if (i == g.token[1])
-        value -= g.target[1];
-    return value;
+#pragma unroll
+    for (int j = 0; j < LOSS_ITEMS; j++)
+        if (element_index(row.vectors, first, j) == token)
+            value[j] -= target;
 }
 
 // One pass over the row: sums (not NULL: added to) and the gradient (out not NULL). The gradient may
-// take the student's place: a tile is read by all threads before any of it is written, and a written
-// element is never wider than the logit that it may lie on.
+// take the student's place: where its elements are narrower, a tile is read by all threads before any
+// of it is written.
 template <typename Logit, typename Out>
-static __device__ void pass(const struct row *row, int64_t vocab, struct sums *sums,
-                            const struct gradient *g, Out *out)
+static __device__ void pass(const struct row &row, const struct loss_pair &pair,
+                            const struct loss_needs &needs, float *sum,
+                            const struct loss_gradient *g, const int32_t *token, Out *out)
 {
-    float shift = (float)(row->q.log_sum - row->p.log_sum);
-    for (int64_t first = 0; first < vocab; first += TILE) {
-        struct element e[ITEMS];
+    for (int32_t first = 0; first < row.vocab; first += TILE) {
+        float z[LOSS_ITEMS], t[LOSS_ITEMS], tile[SUM_COUNT] = {0.0f}, value[LOSS_ITEMS];
+        load_items<Logit>(z, row.student, row, first);
+        load_items<Logit>(t, row.teacher, row, first);
 #pragma unroll
-        for (int j = 0; j < ITEMS; j++)
-            e[j] = element_at<Logit>(row, shift, first + j * THREADS + threadIdx.x, vocab);
-        if (sums != NULL) {
-            struct tile_sums tile = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-            for (int j = 0; j < ITEMS; j++)
-                add_element(&tile, e[j], row->needs);
-            add_tile(sums, tile, row->needs);
+        for (int j = 0; j < LOSS_ITEMS; j++) {
+            struct loss_element e = loss_element_of(pair, needs, z[j], t[j]);
+            if (sum != NULL)
+                loss_add(tile, e, needs);
+            if (out != NULL)
+                value[j] = loss_gradient_at(*g, e);
         }
+        if (sum != NULL)
+#pragma unroll
+            for (int i = 0; i < SUM_COUNT; i++)
+                sum[i] += tile[i];
         if (out == NULL)
             continue;
-        if ((const void *)out == row->student)
-            __syncthreads();
 #pragma unroll
-        for (int j = 0; j < ITEMS; j++) {
-            int64_t i = first + j * THREADS + threadIdx.x;
-            if (i < vocab)
-                store(out, i, element_gradient(*g, e[j], i));
-        }
+        for (int i = 0; i < 2; i++)
+            if (token[i] >= first && token[i] < first + TILE)
+                subtract_at(value, row, first, token[i], g->target[i]);
+        if (sizeof(Out) < sizeof(Logit) && (const void *)out == row.student)
+            __syncthreads();
+        store_items(out, value, row, first);
     }
 }
 
-// 1 - tv where it divides or goes into a logarithm: never 0, and NaN stays NaN.
-static __device__ double overlap_at_least(double overlap)
+static __device__ void reduce_sums(double total[SUM_COUNT], const float sum[SUM_COUNT],
+                                   const struct loss_needs &needs)
 {
-    return overlap < (double)FLT_MIN ? (double)FLT_MIN : overlap;
+    total[SUM_OVERLAP] = block_sum<LOSS_THREADS>((double)sum[SUM_OVERLAP]);
+    total[SUM_KL] = block_sum<LOSS_THREADS>((double)sum[SUM_KL]);
+    if (!loss_needs_sums(needs))
+        return;
+#pragma unroll
+    for (int i = SUM_DISTANCE; i < SUM_COUNT; i++)
+        total[i] = block_sum<LOSS_THREADS>((double)sum[i]);
 }
 
-static __device__ double nla_of(double tv, double overlap)
+template <typename Logit>
+static __device__ struct row row_make(const struct softmax_loss &op, int64_t r, bool vectors)
 {
-    return tv < 0.5 ? -log1p(-tv) : -log(overlap_at_least(overlap));
+    struct row row;
+    row.student = (const Logit *)op.student + r * op.vocab;
+    row.teacher = NULL;
+    if (op.teacher != NULL)
+        row.teacher = (const Logit *)op.teacher + op.teacher_row[r] * op.vocab;
+    row.vocab = (int32_t)op.vocab;
+    row.vectors = vectors;
+    return row;
 }
 
-static __device__ double lambda_of(const struct softmax_loss &op, const struct sums *sums)
+template <typename Logit, typename Out>
+static __global__ void __launch_bounds__(LOSS_THREADS)
+    loss_kernel(const __grid_constant__ struct softmax_loss op, struct loss_record *records,
+                bool vectors)
 {
-    return exp(-(double)op.lk_eta * (1.0 - 0.5 * sums->distance));
-}
+    int64_t r = blockIdx.x;
+    int32_t label = op.label[r];
+    bug_unless(label < op.vocab);
+    struct row row = row_make<Logit>(op, r, vectors);
+    struct loss_record record = {};
+    record.student = softmax_of<Logit>(row.student, row);
+    record.teacher = {0.0f, 1.0f, -1};
+    if (row.teacher != NULL)
+        record.teacher = softmax_of<Logit>(row.teacher, row);
+    // Read before the gradient may take their place.
+    const int32_t token[2] = {record.teacher.argmax, label};
+    record.top_logit = token[0] >= 0 ? load((const Logit *)row.student, token[0]) : 0.0f;
+    record.label_logit = label >= 0 ? load((const Logit *)row.student, label) : 0.0f;
+    __syncthreads();
 
-static __device__ struct gradient gradient_of(const struct softmax_loss &op, const struct row *row,
-                                              const struct sums *sums)
-{
-    const float *w = op.weight;
-    double lambda = lambda_of(op, sums);
-    double nla = (double)w[LOSS_NLA] / overlap_at_least(sums->overlap);
-    struct gradient g;
-    g.kl = (float)((double)w[LOSS_KL] + (double)w[LOSS_LK] * lambda);
-    g.reverse_kl = w[LOSS_REVERSE_KL];
-    g.kl_qp = (float)sums->reverse_kl;
-    g.js = 0.5f * w[LOSS_JS];
-    g.kl_qm = (float)sums->kl_qm;
-    g.tv = (float)((double)w[LOSS_TV] + (double)w[LOSS_LK] * (1.0 - lambda) + nla);
-    g.above = (float)sums->above;
-    g.below = (float)sums->below;
-    g.token[0] = w[LOSS_CE_TEACHER] != 0.0f ? row->p.argmax : -1;
-    g.target[0] = w[LOSS_CE_TEACHER];
-    g.token[1] = w[LOSS_CE_DATA] != 0.0f ? row->label : -1;
-    g.target[1] = g.token[1] >= 0 ? w[LOSS_CE_DATA] : 0.0f;
-    g.ce = g.target[0] + g.target[1];
-    return g;
+    struct loss_needs needs = loss_needs_of(op.weight);
+    struct loss_pair pair = loss_pair_of(record.student, record.teacher);
+    float sum[SUM_COUNT] = {0.0f};
+    bool wanted = op.gradient != NULL, two = wanted && loss_needs_sums(needs);
+    if (two || !wanted)
+        pass<Logit, Out>(row, pair, needs, sum, NULL, NULL, NULL);
+    if (two)
+        reduce_sums(record.sum, sum, needs);
+    if (wanted) {
+        struct loss_gradient g = loss_gradient_of(op, record.sum, label);
+        Out *out = (Out *)op.gradient + r * op.gradient_stride;
+        pass<Logit, Out>(row, pair, needs, two ? NULL : sum, &g, token, out);
+    }
+    if (!two)
+        reduce_sums(record.sum, sum, needs);
+    if (threadIdx.x == 0)
+        records[r] = record;
 }
 
 static __device__ bool only_ce_data(const struct softmax_loss &op)
@@ -363,19 +239,24 @@ static __device__ bool only_ce_data(const struct softmax_loss &op)
     return op.weight[LOSS_CE_DATA] != 0.0f;
 }
 
-static __device__ void write_terms(const struct softmax_loss &op, const struct row *row,
-                                   const struct sums *sums, int64_t r)
+static __device__ double nla_of(double tv, double overlap)
 {
-    double tv = 0.5 * sums->distance, lambda = lambda_of(op, sums), loss = 0.0;
+    return tv < 0.5 ? -log1p(-tv) : -log(overlap_at_least(overlap));
+}
+
+static __device__ void write_terms(const struct softmax_loss &op, const double *sum,
+                                   double log_q_label, double log_q_top, int32_t label, int64_t r)
+{
+    double tv = 0.5 * sum[SUM_DISTANCE], lambda = loss_lambda(op, sum), loss = 0.0;
     double all[LOSS_TERM_COUNT];
-    all[LOSS_KL] = sums->kl;
-    all[LOSS_REVERSE_KL] = sums->reverse_kl;
-    all[LOSS_JS] = 0.5 * (sums->kl_pm + sums->kl_qm);
-    all[LOSS_CE_TEACHER] = -row->log_q_top;
-    all[LOSS_CE_DATA] = row->label >= 0 ? -row->log_q_label : 0.0;
+    all[LOSS_KL] = sum[SUM_KL];
+    all[LOSS_REVERSE_KL] = sum[SUM_REVERSE_KL];
+    all[LOSS_JS] = 0.5 * (sum[SUM_KL_PM] + sum[SUM_KL_QM]);
+    all[LOSS_CE_TEACHER] = -log_q_top;
+    all[LOSS_CE_DATA] = label >= 0 ? -log_q_label : 0.0;
     all[LOSS_TV] = tv;
-    all[LOSS_NLA] = nla_of(tv, sums->overlap);
-    all[LOSS_LK] = lambda * sums->kl + (1.0 - lambda) * tv;
+    all[LOSS_NLA] = op.weight[LOSS_NLA] != 0.0f ? nla_of(tv, sum[SUM_OVERLAP]) : 0.0;
+    all[LOSS_LK] = lambda * sum[SUM_KL] + (1.0 - lambda) * tv;
     for (int i = 0; i < LOSS_TERM_COUNT; i++) {
         bool wanted = op.weight[i] != 0.0f;
         if (wanted)
@@ -386,92 +267,133 @@ static __device__ void write_terms(const struct softmax_loss &op, const struct r
     op.loss[r] = (float)loss;
 }
 
-static __device__ void write_statistics(const struct softmax_loss &op, const struct row *row,
-                                        const struct sums *sums, int64_t r)
+// log2 of the sum of 2^(x L) over the row.
+static __device__ double log2_sum(const struct loss_softmax &s)
 {
-    bool teacher = row->teacher != NULL;
-    double q_label = row->label >= 0 ? exp(row->log_q_label) : 0.0;
-    op.student_lse[r] = (float)((double)row->q.max + row->q.log_sum);
-    op.student_argmax[r] = row->q.argmax;
-    op.teacher_lse[r] = teacher ? (float)((double)row->p.max + row->p.log_sum) : 0.0f;
-    op.teacher_argmax[r] = teacher ? row->p.argmax : (int32_t)row->label;
-    op.overlap[r] = (float)(teacher ? sums->overlap : q_label);
-    op.confidence[r] = (float)(teacher && !only_ce_data(op) ? exp(row->log_q_top) : q_label);
+    return (double)loss_reference(s.max) + log2((double)s.sum);
 }
 
-template <typename Logit>
-static __device__ struct row row_make(const struct softmax_loss &op, int64_t r)
+static __device__ void write_results(const struct softmax_loss &op, struct loss_record &record,
+                                     int64_t r)
 {
-    struct row row;
-    const Logit *student = (const Logit *)op.student + r * op.vocab;
-    row.student = student;
-    row.teacher = NULL;
-    row.label = op.label[r];
-    row.needs = needs_of(op.weight);
-    row.log_q_label = row.log_q_top = 0.0;
-    bug_unless(row.label < op.vocab);
-    row.q = softmax_of(student, op.vocab);
-    row.p.max = row.p.inverse_sum = 0.0f;
-    row.p.log_sum = 0.0;
-    row.p.argmax = 0;
-    // Read before the gradient may take their place.
-    if (row.label >= 0)
-        row.log_q_label = log_softmax_at(&row.q, student, row.label);
-    if (op.teacher != NULL) {
-        const Logit *teacher = (const Logit *)op.teacher + op.teacher_row[r] * op.vocab;
-        row.teacher = teacher;
-        row.p = softmax_of(teacher, op.vocab);
-        row.log_q_top = log_softmax_at(&row.q, student, row.p.argmax);
-    }
-    return row;
+    const double l = (double)LOSS_L;
+    bool teacher = op.teacher != NULL;
+    int32_t label = op.label[r];
+    double q_sum = log2_sum(record.student), p_sum = teacher ? log2_sum(record.teacher) : 0.0;
+    double log_q_label = ((double)record.label_logit * l - q_sum) / l;
+    double log_q_top = ((double)record.top_logit * l - q_sum) / l;
+    // Guards against elements that are 0 in a row that has no distribution.
+    if (isnan(loss_inverse(record.student)) || (teacher && isnan(loss_inverse(record.teacher))))
+        for (int i = 0; i < SUM_COUNT; i++)
+            record.sum[i] = (double)NAN;
+    write_terms(op, record.sum, log_q_label, log_q_top, label, r);
+
+    double q_label = label >= 0 ? exp(log_q_label) : 0.0;
+    op.student_lse[r] = (float)(q_sum / l);
+    op.student_argmax[r] = record.student.argmax;
+    op.teacher_lse[r] = (float)(p_sum / l);
+    op.teacher_argmax[r] = teacher ? record.teacher.argmax : label;
+    op.overlap[r] = (float)(teacher ? record.sum[SUM_OVERLAP] : q_label);
+    op.confidence[r] = (float)(teacher && !only_ce_data(op) ? exp(log_q_top) : q_label);
 }
 
-template <typename Logit, typename Out>
-static __global__ void __launch_bounds__(THREADS) loss_kernel(struct softmax_loss op)
+// A warp a row.
+static __global__ void __launch_bounds__(LOSS_THREADS)
+    finish_kernel(const __grid_constant__ struct softmax_loss op, const struct loss_record *records,
+                  const struct loss_part *parts, int part_count)
 {
-    int64_t r = blockIdx.x;
-    struct row row = row_make<Logit>(op, r);
-    struct sums sums = {0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0};
-    bool teacher = row.teacher != NULL, wanted = op.gradient != NULL;
-    bool two = wanted && (row.needs.reverse_kl || row.needs.js || row.needs.tv);
-    __syncthreads(); // all have read the logits of the label and the teacher's token
-    if (teacher && (two || !wanted)) {
-        pass<Logit, Out>(&row, op.vocab, &sums, NULL, NULL);
-        reduce_sums(&sums, row.needs);
+    int64_t r = (int64_t)blockIdx.x * LOSS_WARPS + threadIdx.x / WARP;
+    int lane = (int)threadIdx.x % WARP;
+    if (r >= op.rows)
+        return;
+    double overlap = 0.0, kl = 0.0;
+    for (int i = lane; i < part_count; i += WARP) {
+        struct loss_part part = parts[r * part_count + i];
+        overlap += (double)part.overlap;
+        kl += (double)part.kl;
     }
-    if (wanted) {
-        struct gradient g = gradient_of(op, &row, &sums);
-        bool both = teacher && !two;
-        Out *out = (Out *)op.gradient + r * op.gradient_stride;
-        pass<Logit, Out>(&row, op.vocab, both ? &sums : NULL, &g, out);
-        if (both)
-            reduce_sums(&sums, row.needs);
+    overlap = warp_sum(overlap);
+    kl = warp_sum(kl);
+    if (lane != 0)
+        return;
+    struct loss_record record = records[r];
+    if (part_count > 0) {
+        record.sum[SUM_OVERLAP] = overlap;
+        record.sum[SUM_KL] = kl;
     }
-    // A minimum drops a NaN on one side.
-    if (isnan(row.q.inverse_sum) || isnan(row.p.inverse_sum))
-        sums.overlap = (double)NAN;
-    if (threadIdx.x == 0) {
-        write_terms(op, &row, &sums, r);
-        write_statistics(op, &row, &sums, r);
-    }
+    write_results(op, record, r);
+}
+
+void loss_finish(struct stream *stream, const struct softmax_loss *op,
+                 const struct loss_record *records, const struct loss_part *parts, int part_count)
+{
+    unsigned grid = grid_size(divide_up(op->rows, LOSS_WARPS));
+    finish_kernel<<<grid, LOSS_THREADS, 0, stream->cuda>>>(*op, records, parts, part_count);
+    launch_check();
+}
+
+// Whether all rows begin where LOSS_ITEMS elements can be read and written at once.
+static bool has_vectors(const struct softmax_loss *op)
+{
+    size_t row = (size_t)op->vocab * dtype_size(op->logits_type);
+    size_t out =
+        op->gradient != NULL ? (size_t)op->gradient_stride * dtype_size(op->gradient_type) : 0;
+    return ((uintptr_t)op->student | (uintptr_t)op->teacher | (uintptr_t)op->gradient | row | out) %
+               16 ==
+           0;
 }
 
 // One CTA a row.
+static void loss_generic(struct stream *stream, const struct softmax_loss *op)
+{
+    unsigned grid = grid_size(op->rows);
+    struct loss_record *records = (struct loss_record *)stream->workspace;
+    bool logits = is_bf16(op->logits_type), vectors = has_vectors(op);
+    bool gradient = op->gradient != NULL && is_bf16(op->gradient_type);
+    if (logits && gradient)
+        loss_kernel<bf16_t, bf16_t><<<grid, LOSS_THREADS, 0, stream->cuda>>>(*op, records, vectors);
+    else if (logits)
+        loss_kernel<bf16_t, float><<<grid, LOSS_THREADS, 0, stream->cuda>>>(*op, records, vectors);
+    else if (gradient)
+        loss_kernel<float, bf16_t><<<grid, LOSS_THREADS, 0, stream->cuda>>>(*op, records, vectors);
+    else
+        loss_kernel<float, float><<<grid, LOSS_THREADS, 0, stream->cuda>>>(*op, records, vectors);
+    launch_check();
+    loss_finish(stream, op, records, NULL, 0);
+}
+
+// The same call for rows [first, first + rows).
+static struct softmax_loss rows_of(const struct softmax_loss *op, int64_t first, int64_t rows)
+{
+    struct softmax_loss part = *op;
+    part.rows = rows;
+    part.student =
+        (const char *)op->student + (size_t)(first * op->vocab) * dtype_size(op->logits_type);
+    part.teacher_row = op->teacher_row != NULL ? op->teacher_row + first : NULL;
+    part.label = op->label + first;
+    if (op->gradient != NULL)
+        part.gradient = (char *)op->gradient +
+                        (size_t)(first * op->gradient_stride) * dtype_size(op->gradient_type);
+    part.loss = op->loss + first;
+    part.terms = op->terms != NULL ? op->terms + first * LOSS_TERM_COUNT : NULL;
+    part.student_lse = op->student_lse + first;
+    part.teacher_lse = op->teacher_lse + first;
+    part.overlap = op->overlap + first;
+    part.confidence = op->confidence + first;
+    part.student_argmax = op->student_argmax + first;
+    part.teacher_argmax = op->teacher_argmax + first;
+    return part;
+}
+
+// The workspace holds the records of so many rows at a time.
 void softmax_loss_cuda(struct stream *stream, const struct softmax_loss *op)
 {
     softmax_loss_check(op);
-    if (op->rows == 0)
-        return;
-    unsigned grid = grid_size(op->rows);
-    bool logits = is_bf16(op->logits_type);
-    bool gradient = op->gradient != NULL && is_bf16(op->gradient_type);
-    if (logits && gradient)
-        loss_kernel<bf16_t, bf16_t><<<grid, THREADS, 0, stream->cuda>>>(*op);
-    else if (logits)
-        loss_kernel<bf16_t, float><<<grid, THREADS, 0, stream->cuda>>>(*op);
-    else if (gradient)
-        loss_kernel<float, bf16_t><<<grid, THREADS, 0, stream->cuda>>>(*op);
-    else
-        loss_kernel<float, float><<<grid, THREADS, 0, stream->cuda>>>(*op);
-    launch_check();
+    int64_t most = (int64_t)(stream->workspace_bytes / LOSS_ROW_BYTES);
+    for (int64_t first = 0; first < op->rows; first += most) {
+        int64_t rows = op->rows - first < most ? op->rows - first : most;
+        struct softmax_loss part = rows_of(op, first, rows);
+        if (!loss_cluster(stream, &part))
+            loss_generic(stream, &part);
+    }
 }

@@ -10,7 +10,25 @@ struct loss_order {
     int32_t slot;        // index into the group's slots
 };
 
-enum { HOST_STATS = 5 }; // loss, student_lse, teacher_lse, overlap, confidence; then the terms
+// Sorted rows [first, first + rows) and their distinct teacher positions.
+struct loss_chunk {
+    int64_t first, rows, teachers;
+};
+
+enum {
+    STAT_LOSS,
+    STAT_STUDENT_LSE,
+    STAT_TEACHER_LSE,
+    STAT_OVERLAP,
+    STAT_CONFIDENCE,
+    STATS, // the terms follow
+    INDEX_ROW = 0,
+    INDEX_TEACHER,
+    INDEX_LABEL,
+    INDEX_POSITION,
+    INDICES,
+    CHUNK_STEP = 128 // rows that a matrix product takes at a time: chunks are whole steps
+};
 
 void loss_plan(struct loss *loss, const struct loss_options *options, struct arena *arena)
 {
@@ -31,38 +49,34 @@ void loss_plan(struct loss *loss, const struct loss_options *options, struct are
     loss->student = arena_take(arena, "loss", "student", options->compute, chunk, h, 1);
     loss->teacher = arena_take(arena, "loss", "teacher", options->compute, chunk, h, 1);
     loss->gradient = arena_take(arena, "loss", "gradient", DTYPE_F32, rows, h, 1);
-    loss->row = arena_take(arena, "loss", "row", DTYPE_I32, rows, 1, 1);
-    loss->teacher_row = arena_take(arena, "loss", "teacher_row", DTYPE_I32, rows, 1, 1);
-    loss->label = arena_take(arena, "loss", "label", DTYPE_I32, rows, 1, 1);
-    loss->position = arena_take(arena, "loss", "position", DTYPE_I32, rows, 1, 1);
+    loss->index = arena_take(arena, "loss", "index", DTYPE_I32, INDICES, rows, 1);
     loss->scale = arena_take(arena, "loss", "scale", DTYPE_F32, rows, 1, 1);
-    loss->row_loss = arena_take(arena, "loss", "row_loss", DTYPE_F32, rows, 1, 1);
-    loss->student_lse = arena_take(arena, "loss", "student_lse", DTYPE_F32, rows, 1, 1);
-    loss->teacher_lse = arena_take(arena, "loss", "teacher_lse", DTYPE_F32, rows, 1, 1);
-    loss->overlap = arena_take(arena, "loss", "overlap", DTYPE_F32, rows, 1, 1);
-    loss->confidence = arena_take(arena, "loss", "confidence", DTYPE_F32, rows, 1, 1);
-    loss->terms = arena_take(arena, "loss", "terms", DTYPE_F32, rows, LOSS_TERM_COUNT, 1);
-    loss->student_argmax = arena_take(arena, "loss", "student_argmax", DTYPE_I32, rows, 1, 1);
-    loss->teacher_argmax = arena_take(arena, "loss", "teacher_argmax", DTYPE_I32, rows, 1, 1);
+    loss->stats = arena_take(arena, "loss", "stats", DTYPE_F32, STATS + LOSS_TERM_COUNT, rows, 1);
+    loss->argmax = arena_take(arena, "loss", "argmax", DTYPE_I32, 2, rows, 1);
 }
 
-void loss_open(struct loss *loss)
+void loss_open(struct loss *loss, const struct backend *backend)
 {
     size_t rows = (size_t)loss->options.group_rows;
+    loss->backend = backend;
     loss->order = memory_alloc(rows, sizeof(*loss->order));
-    loss->h_index = memory_alloc(rows * 4, sizeof(*loss->h_index));
-    loss->h_stats = memory_alloc(rows * (HOST_STATS + LOSS_TERM_COUNT), sizeof(*loss->h_stats));
-    loss->h_argmax = memory_alloc(rows * 2, sizeof(*loss->h_argmax));
-    loss->h_scale = memory_alloc(rows, sizeof(*loss->h_scale));
+    loss->chunks = memory_alloc(rows, sizeof(*loss->chunks));
+    loss->h_index = backend->host_alloc(rows * INDICES * sizeof(*loss->h_index));
+    loss->h_stats = backend->host_alloc(rows * (STATS + LOSS_TERM_COUNT) * sizeof(*loss->h_stats));
+    loss->h_argmax = backend->host_alloc(rows * 2 * sizeof(*loss->h_argmax));
+    loss->h_scale = backend->host_alloc(rows * sizeof(*loss->h_scale));
 }
 
 void loss_close(struct loss *loss)
 {
     free(loss->order);
-    free(loss->h_index);
-    free(loss->h_stats);
-    free(loss->h_argmax);
-    free(loss->h_scale);
+    free(loss->chunks);
+    if (loss->backend == NULL)
+        return;
+    loss->backend->host_free(loss->h_index);
+    loss->backend->host_free(loss->h_stats);
+    loss->backend->host_free(loss->h_argmax);
+    loss->backend->host_free(loss->h_scale);
 }
 
 void slot_results_open(struct slot_results *results, int64_t slots)
@@ -112,47 +126,83 @@ static int compare_order(const void *a, const void *b)
     return (x->slot > y->slot) - (x->slot < y->slot);
 }
 
-// One chunk: sorted rows [first, first + rows) and their `teachers` distinct positions.
-struct chunk {
-    int64_t first, rows, teachers;
-};
-
-// Fills h_index for the next chunk. A position's rows stay together where the chunk has room for them,
-// so that its teacher row is computed once.
-static struct chunk chunk_make(struct loss *loss, const struct loss_group *group, int64_t first)
+// The chunk from `first` on: at most `most` rows, and as many as the logits have room for. A position's
+// rows stay together where the chunk has room for them, so that its teacher row is computed once.
+static struct loss_chunk chunk_from(const struct loss *loss, const struct loss_group *group,
+                                    int64_t first, int64_t most)
 {
-    int64_t capacity = loss->options.group_rows, limit = loss->options.chunk_rows;
     const struct loss_order *order = loss->order;
-    int64_t end = first, teachers = 0, run_start = first;
-    while (end < group->slot_count) {
-        bool distinct = end == first || order[end].teacher_row != order[end - 1].teacher_row;
-        int64_t needed = loss->options.has_teacher && distinct ? 2 : 1;
-        if (end - first + teachers + needed > limit)
+    struct loss_chunk chunk = {.first = first}, whole = chunk; // whole: up to the running position
+    int64_t i = first;
+    for (; i < group->slot_count && chunk.rows < most; i++) {
+        bool distinct = i == first || order[i].teacher_row != order[i - 1].teacher_row;
+        int64_t teachers = chunk.teachers + (loss->options.has_teacher && distinct);
+        if (chunk.rows + 1 + teachers > loss->options.chunk_rows)
             break;
         if (distinct)
-            run_start = end;
-        teachers += needed - 1;
-        end++;
+            whole = chunk;
+        chunk.rows++;
+        chunk.teachers = teachers;
     }
-    bool cut = end < group->slot_count && order[end].teacher_row == order[end - 1].teacher_row;
-    if (cut && run_start > first) {
-        end = run_start;
-        teachers -= loss->options.has_teacher;
-    }
-    int64_t teacher = -1;
-    for (int64_t i = first; i < end; i++) {
+    bool cut = i < group->slot_count && order[i].teacher_row == order[i - 1].teacher_row;
+    return cut && whole.rows > 0 ? whole : chunk;
+}
+
+// The next of as few chunks as there can be, as equal as they can be.
+static struct loss_chunk chunk_next(const struct loss *loss, const struct loss_group *group,
+                                    int64_t first)
+{
+    int64_t left = group->slot_count - first, chunks = 0;
+    for (int64_t at = first; at < group->slot_count; chunks++)
+        at += chunk_from(loss, group, at, left).rows;
+    int64_t rows = (left + chunks - 1) / chunks;
+    if (rows > CHUNK_STEP)
+        rows = (rows + CHUNK_STEP - 1) / CHUNK_STEP * CHUNK_STEP;
+    return chunk_from(loss, group, first, rows);
+}
+
+// Fills the host's index for one chunk.
+static void chunk_index(struct loss *loss, const struct loss_group *group,
+                        const struct loss_chunk *chunk)
+{
+    int64_t count = group->slot_count;
+    const struct loss_order *order = loss->order;
+    int32_t teacher = -1;
+    for (int64_t i = chunk->first; i < chunk->first + chunk->rows; i++) {
         const struct slot *slot = &group->slots[order[i].slot];
-        if (i == first || order[i].teacher_row != order[i - 1].teacher_row)
-            loss->h_index[3 * capacity + first + ++teacher] = order[i].teacher_row;
-        loss->h_index[i] = (int32_t)(slot->block * loss->options.block_size + slot->slot);
-        loss->h_index[capacity + i] = (int32_t)teacher;
-        loss->h_index[2 * capacity + i] = slot->label;
+        if (i == chunk->first || order[i].teacher_row != order[i - 1].teacher_row)
+            loss->h_index[INDEX_POSITION * count + chunk->first + ++teacher] = order[i].teacher_row;
+        loss->h_index[INDEX_ROW * count + i] =
+            (int32_t)(slot->block * loss->options.block_size + slot->slot);
+        loss->h_index[INDEX_TEACHER * count + i] = teacher;
+        loss->h_index[INDEX_LABEL * count + i] = slot->label;
     }
-    return (struct chunk){first, end - first, teachers};
+    // Where a position has several rows, the rest is not used.
+    for (int64_t i = chunk->first + teacher + 1; i < chunk->first + chunk->rows; i++)
+        loss->h_index[INDEX_POSITION * count + i] = 0;
+}
+
+// Sorts the group's rows, divides them into chunks and sends the index of all chunks. The last group's
+// copies are done: its results were waited for. Returns the number of chunks.
+static int64_t chunks_make(struct loss *loss, const struct backend *backend, struct stream *stream,
+                           const struct loss_group *group)
+{
+    int64_t count = 0;
+    for (int64_t i = 0; i < group->slot_count; i++)
+        loss->order[i] = (struct loss_order){group->slots[i].teacher_row, (int32_t)i};
+    qsort(loss->order, (size_t)group->slot_count, sizeof(*loss->order), compare_order);
+    for (int64_t first = 0; first < group->slot_count; first += loss->chunks[count++].rows) {
+        loss->chunks[count] = chunk_next(loss, group, first);
+        chunk_index(loss, group, &loss->chunks[count]);
+    }
+    backend->copy_in(stream, loss->index, loss->h_index,
+                     (size_t)group->slot_count * INDICES * sizeof(*loss->index));
+    return count;
 }
 
 static void teacher_logits(struct loss *loss, const struct backend *backend, struct stream *stream,
-                           const struct loss_group *group, const struct chunk *chunk, void *logits)
+                           const struct loss_group *group, const struct loss_chunk *chunk,
+                           void *logits)
 {
     const struct loss_options *o = &loss->options;
     backend->kernels->gather_rows(
@@ -163,7 +213,8 @@ static void teacher_logits(struct loss *loss, const struct backend *backend, str
                                       .in_stride = group->planes * o->hidden,
                                       .in_type = DTYPE_BF16,
                                       .out_type = o->compute,
-                                      .index = loss->position + chunk->first,
+                                      .index = loss->index + INDEX_POSITION * group->slot_count +
+                                               chunk->first,
                                       .scale = 1.0f,
                                       .out = loss->teacher});
     if (o->teacher_norm)
@@ -190,62 +241,60 @@ static void teacher_logits(struct loss *loss, const struct backend *backend, str
 }
 
 static void chunk_softmax(struct loss *loss, const struct backend *backend, struct stream *stream,
-                          const struct chunk *chunk, const void *teacher, bool gradient)
+                          const struct loss_group *group, const struct loss_chunk *chunk,
+                          const void *teacher)
 {
     const struct loss_options *o = &loss->options;
-    int64_t at = chunk->first;
+    int64_t at = chunk->first, count = group->slot_count;
+    const int32_t *index = loss->index + at;
+    float *stats = loss->stats + at;
     size_t ratio = dtype_size(o->logits) / dtype_size(o->compute);
     struct softmax_loss op = {.rows = chunk->rows,
                               .vocab = o->vocab,
                               .logits_type = o->logits,
                               .student = loss->logits,
                               .teacher = teacher,
-                              .teacher_row = loss->teacher_row + at,
-                              .label = loss->label + at,
+                              .teacher_row = index + INDEX_TEACHER * count,
+                              .label = index + INDEX_LABEL * count,
                               .lk_eta = (float)o->config->lk_eta,
-                              .gradient = gradient ? loss->logits : NULL,
+                              .gradient = group->dhidden != NULL ? loss->logits : NULL,
                               .gradient_type = o->compute,
                               .gradient_stride = o->vocab * (int64_t)ratio,
-                              .loss = loss->row_loss + at,
-                              .terms = loss->terms + at * LOSS_TERM_COUNT,
-                              .student_lse = loss->student_lse + at,
-                              .teacher_lse = loss->teacher_lse + at,
-                              .overlap = loss->overlap + at,
-                              .confidence = loss->confidence + at,
-                              .student_argmax = loss->student_argmax + at,
-                              .teacher_argmax = loss->teacher_argmax + at};
+                              .loss = stats + STAT_LOSS * count,
+                              .terms = loss->stats + STATS * count + at * LOSS_TERM_COUNT,
+                              .student_lse = stats + STAT_STUDENT_LSE * count,
+                              .teacher_lse = stats + STAT_TEACHER_LSE * count,
+                              .overlap = stats + STAT_OVERLAP * count,
+                              .confidence = stats + STAT_CONFIDENCE * count,
+                              .student_argmax = loss->argmax + at,
+                              .teacher_argmax = loss->argmax + count + at};
     for (int term = 0; term < LOSS_TERM_COUNT; term++)
         op.weight[term] = loss->weight[term];
     backend->kernels->softmax_loss(stream, &op);
 }
 
 static void chunk_run(struct loss *loss, const struct backend *backend, struct stream *stream,
-                      const struct loss_group *group, const struct chunk *chunk)
+                      const struct loss_group *group, const struct loss_chunk *chunk)
 {
     const struct loss_options *o = &loss->options;
-    size_t bytes = (size_t)chunk->rows * sizeof(int32_t);
-    int64_t at = chunk->first, capacity = o->group_rows;
-    backend->copy_in(stream, loss->row + at, loss->h_index + at, bytes);
-    backend->copy_in(stream, loss->teacher_row + at, loss->h_index + capacity + at, bytes);
-    backend->copy_in(stream, loss->label + at, loss->h_index + 2 * capacity + at, bytes);
-    backend->copy_in(stream, loss->position + at, loss->h_index + 3 * capacity + at, bytes);
-
+    int64_t at = chunk->first;
     unsigned char *teacher = NULL;
     if (o->has_teacher) {
         teacher = (unsigned char *)loss->logits +
                   (size_t)(chunk->rows * o->vocab) * dtype_size(o->logits);
         teacher_logits(loss, backend, stream, group, chunk, teacher);
     }
-    backend->kernels->gather_rows(stream, &(struct gather_rows){.rows = chunk->rows,
-                                                                .width = o->hidden,
-                                                                .in = group->hidden,
-                                                                .in_rows = group->rows,
-                                                                .in_stride = o->hidden,
-                                                                .in_type = o->compute,
-                                                                .out_type = o->compute,
-                                                                .index = loss->row + at,
-                                                                .scale = 1.0f,
-                                                                .out = loss->student});
+    backend->kernels->gather_rows(
+        stream, &(struct gather_rows){.rows = chunk->rows,
+                                      .width = o->hidden,
+                                      .in = group->hidden,
+                                      .in_rows = group->rows,
+                                      .in_stride = o->hidden,
+                                      .in_type = o->compute,
+                                      .out_type = o->compute,
+                                      .index = loss->index + INDEX_ROW * group->slot_count + at,
+                                      .scale = 1.0f,
+                                      .out = loss->student});
     backend->kernels->gemm(stream, &(struct gemm){.m = chunk->rows,
                                                   .n = o->vocab,
                                                   .k = o->hidden,
@@ -257,9 +306,8 @@ static void chunk_run(struct loss *loss, const struct backend *backend, struct s
                                                   .a_type = o->compute,
                                                   .b_type = o->compute,
                                                   .c_type = o->logits});
-    bool gradient = group->dhidden != NULL;
-    chunk_softmax(loss, backend, stream, chunk, teacher, gradient);
-    if (!gradient)
+    chunk_softmax(loss, backend, stream, group, chunk, teacher);
+    if (group->dhidden == NULL)
         return;
     size_t ratio = dtype_size(o->logits) / dtype_size(o->compute);
     backend->kernels->gemm(stream, &(struct gemm){.m = chunk->rows,
@@ -279,28 +327,23 @@ static void chunk_run(struct loss *loss, const struct backend *backend, struct s
 static void collect(struct loss *loss, const struct backend *backend, struct stream *stream,
                     int64_t count, struct slot_results *results)
 {
-    size_t capacity = (size_t)loss->options.group_rows;
-    size_t bytes = (size_t)count * sizeof(float);
-    const void *stats[HOST_STATS] = {loss->row_loss, loss->student_lse, loss->teacher_lse,
-                                     loss->overlap, loss->confidence};
-    float *h_terms = loss->h_stats + HOST_STATS * capacity;
-    for (size_t i = 0; i < HOST_STATS; i++)
-        backend->copy_out(stream, loss->h_stats + i * capacity, stats[i], bytes);
-    backend->copy_out(stream, h_terms, loss->terms, bytes * LOSS_TERM_COUNT);
-    backend->copy_out(stream, loss->h_argmax, loss->student_argmax, bytes);
-    backend->copy_out(stream, loss->h_argmax + capacity, loss->teacher_argmax, bytes);
+    const float *stats = loss->h_stats, *terms = stats + STATS * count;
+    backend->copy_out(stream, loss->h_stats, loss->stats,
+                      (size_t)(count * (STATS + LOSS_TERM_COUNT)) * sizeof(*loss->stats));
+    backend->copy_out(stream, loss->h_argmax, loss->argmax,
+                      (size_t)(count * 2) * sizeof(*loss->argmax));
     backend->sync(stream);
     for (int64_t i = 0; i < count; i++) {
         int32_t s = loss->order[i].slot;
-        results->loss[s] = loss->h_stats[i];
-        results->student_lse[s] = loss->h_stats[capacity + (size_t)i];
-        results->teacher_lse[s] = loss->h_stats[2 * capacity + (size_t)i];
-        results->overlap[s] = loss->h_stats[3 * capacity + (size_t)i];
-        results->weight[s] = loss->h_stats[4 * capacity + (size_t)i]; // confidence until weighted
+        results->loss[s] = stats[STAT_LOSS * count + i];
+        results->student_lse[s] = stats[STAT_STUDENT_LSE * count + i];
+        results->teacher_lse[s] = stats[STAT_TEACHER_LSE * count + i];
+        results->overlap[s] = stats[STAT_OVERLAP * count + i];
+        results->weight[s] = stats[STAT_CONFIDENCE * count + i]; // until weighted
         results->student_argmax[s] = loss->h_argmax[i];
-        results->teacher_argmax[s] = loss->h_argmax[capacity + (size_t)i];
+        results->teacher_argmax[s] = loss->h_argmax[count + i];
         for (int term = 0; term < LOSS_TERM_COUNT; term++)
-            results->terms[s * LOSS_TERM_COUNT + term] = h_terms[i * LOSS_TERM_COUNT + term];
+            results->terms[s * LOSS_TERM_COUNT + term] = terms[i * LOSS_TERM_COUNT + term];
     }
 }
 
@@ -331,15 +374,9 @@ void loss_group_run(struct loss *loss, const struct backend *backend, struct str
     if (group->rows > o->group_rows || group->slot_count > o->group_rows)
         BUG("a group of %lld rows, planned for %lld", (long long)group->rows,
             (long long)o->group_rows);
-    for (int64_t i = 0; i < group->slot_count; i++)
-        loss->order[i] = (struct loss_order){group->slots[i].teacher_row, (int32_t)i};
-    qsort(loss->order, (size_t)group->slot_count, sizeof(*loss->order), compare_order);
-
-    for (int64_t first = 0; first < group->slot_count;) {
-        struct chunk chunk = chunk_make(loss, group, first);
-        chunk_run(loss, backend, stream, group, &chunk);
-        first += chunk.rows;
-    }
+    int64_t chunks = chunks_make(loss, backend, stream, group);
+    for (int64_t i = 0; i < chunks; i++)
+        chunk_run(loss, backend, stream, group, &loss->chunks[i]);
     collect(loss, backend, stream, group->slot_count, results);
     weigh(loss, group, results);
     if (group->dhidden == NULL)
@@ -353,7 +390,7 @@ void loss_group_run(struct loss *loss, const struct backend *backend, struct str
                                                                   .in = loss->gradient,
                                                                   .in_type = DTYPE_F32,
                                                                   .out_type = o->compute,
-                                                                  .index = loss->row,
+                                                                  .index = loss->index,
                                                                   .scale = loss->scale,
                                                                   .out = group->dhidden,
                                                                   .out_rows = group->rows});

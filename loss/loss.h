@@ -35,22 +35,23 @@ struct loss {
     void *student;   // [chunk_rows, H] gathered hidden states
     void *teacher;   // [chunk_rows, H] gathered last hidden states, normed
     float *gradient; // [group_rows, H] unweighted dS, in sorted order
-    int32_t *row, *teacher_row, *label, *position; // [group_rows]
-    float *scale;                                  // [group_rows] slot weights in sorted order
-    float *row_loss, *terms, *student_lse, *teacher_lse, *overlap,
-        *confidence; // [group_rows(, terms)]
-    int32_t *student_argmax, *teacher_argmax;
-    // host memory
-    struct loss_order *order; // [group_rows] private
-    int32_t *h_index;         // [4, group_rows] row, teacher_row, label, position
-    float *h_stats;           // [5 + terms, group_rows]
-    int32_t *h_argmax;        // [2, group_rows]
-    float *h_scale;           // [group_rows]
+    int32_t *index;  // [4, slot_count] row, teacher_row, label, position, in sorted order
+    float *scale;    // [group_rows] slot weights in sorted order
+    float *stats;    // [5 + terms, slot_count] loss, both lse, overlap, confidence; then the terms
+    int32_t *argmax; // [2, slot_count] student, teacher
+    // host memory, from the backend where it is copied to or from
+    const struct backend *backend;
+    struct loss_order *order;  // [group_rows] private
+    struct loss_chunk *chunks; // [group_rows] private
+    int32_t *h_index;          // as index, stats, argmax and scale
+    float *h_stats;
+    int32_t *h_argmax;
+    float *h_scale;
 };
 
 // Asks the arena for all backend memory (see base/memory.h: called once for the size, once for real).
 void loss_plan(struct loss *loss, const struct loss_options *options, struct arena *arena);
-void loss_open(struct loss *loss); // host memory, after planning
+void loss_open(struct loss *loss, const struct backend *backend); // host memory, after planning
 void loss_close(struct loss *loss);
 
 struct loss_group {

@@ -143,7 +143,7 @@ static void bench_run(struct bench *b)
     memset(b->memory, 0xff, arena.bytes);
     arena_place(&arena, b->memory, arena.bytes);
     loss_plan(&b->loss, &b->options, &arena);
-    loss_open(&b->loss);
+    loss_open(&b->loss, backend_cpu());
     slot_results_open(&b->results, N);
     struct loss_group group = {.rows = N,
                                .hidden = hidden,

@@ -169,7 +169,7 @@ static void open_host(struct step *step)
     step->slots = memory_alloc(rows, sizeof(*step->slots));
     step->h_squares = s->backend->host_alloc(s->params->count * sizeof(*step->h_squares));
     slot_results_open(&step->results, s->execution->group_rows);
-    loss_open(&step->loss);
+    loss_open(&step->loss, s->backend);
 }
 
 int step_open(struct step *step, const struct step_setup *setup, struct error *err)
