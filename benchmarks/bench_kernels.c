@@ -373,7 +373,7 @@ static void bind_norm(struct bench *bench, const struct sizes *s, struct job *jo
                                          .eps = 1e-6f,
                                          .type = bench->type,
                                          .x = take_in(bench, bench->type, s->n * s->h),
-                                         .weight = take_in(bench, bench->type, s->h)};
+                                         .weight = take_in(bench, DTYPE_F32, s->h)};
 }
 
 static void bind_norm_forward(struct bench *bench, const struct sizes *s, struct job *job)
@@ -423,7 +423,7 @@ static void bind_rope(struct bench *bench, const struct sizes *s, struct job *jo
     // Of a row only the heads are read.
     bench->bytes -=
         (double)(rows * (stride - heads * s->head_dim)) * (double)dtype_size(bench->type);
-    op->weight = take_in(bench, bench->type, s->head_dim);
+    op->weight = take_in(bench, DTYPE_F32, s->head_dim);
     op->positions = take_integers(bench, rows, 7, s->t);
     op->cos = take_in(bench, DTYPE_F32, s->t * half);
     op->sin = take_in(bench, DTYPE_F32, s->t * half);

@@ -60,19 +60,12 @@ static __global__ void __launch_bounds__(MOST_THREADS)
     enum { N = of_type<Type>::N };
     __shared__ float partial[MOST_THREADS / WARP];
     const Type *x = (const Type *)op.x + blockIdx.x * op.width;
-    const float *weight = op.weight;
     Type *y = (Type *)op.y + blockIdx.x * op.width;
     struct pack<Type, N> xs[EACH];
-    struct pack<float, N> scale[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
         int at = threadIdx.x + e * plan.threads;
-        xs[e] = at < plan.packs ? pack_load<N>(x + at * N) : pack_zero<Type, N>();
-    }
-#pragma unroll
-    for (int e = 0; e < EACH; e++) {
-        int at = threadIdx.x + e * plan.threads;
-        scale[e] = at < plan.packs ? pack_load<N>(weight + at * N) : pack_zero<float, N>();
+        xs[e] = at < plan.packs ? pack_load_once<N>(x + at * N) : pack_zero<Type, N>();
     }
     float squares = 0.0f;
 #pragma unroll
@@ -85,12 +78,14 @@ static __global__ void __launch_bounds__(MOST_THREADS)
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
         int at = threadIdx.x + e * plan.threads;
+        if (at >= plan.packs)
+            continue;
+        struct pack<float, N> scale = pack_load<N>(op.weight + at * N); // now: registers are few
         float value[N];
 #pragma unroll
         for (int i = 0; i < N; i++)
-            value[i] = pack_value(xs[e], i) * rstd * (pack_value(scale[e], i) + op.weight_offset);
-        if (at < plan.packs)
-            store_values<N>(y + at * N, value);
+            value[i] = pack_value(xs[e], i) * rstd * (pack_value(scale, i) + op.weight_offset);
+        store_values<N>(y + at * N, value);
     }
     if (threadIdx.x == 0 && op.rstd != NULL)
         op.rstd[blockIdx.x] = rstd;
@@ -167,17 +162,23 @@ row_load(struct row_packs<Type, EACH> &r, const struct rms_norm &op, const struc
     for (int e = 0; e < EACH; e++) {
         int at = lane + e * plan.threads;
         bool mine = there && at < plan.packs;
-        r.x[e] = mine ? pack_load<N>(x + at * N) : pack_zero<Type, N>();
-        r.dy[e] = mine ? pack_load<N>(dy + at * N) : pack_zero<Type, N>();
+        r.x[e] = mine ? pack_load_once<N>(x + at * N) : pack_zero<Type, N>();
+        r.dy[e] = mine ? pack_load_once<N>(dy + at * N) : pack_zero<Type, N>();
     }
     r.rstd = there ? op.rstd[row] : 0.0f;
+}
+
+// A pack of the weight. Read again where it is used: the first-level cache has it, registers are few.
+template <int N>
+static __device__ __forceinline__ struct pack<float, N>
+scale_load(const struct rms_norm &op, const struct row_plan &plan, int at) {
+    return at < plan.packs ? pack_load<N>(op.weight + at * N) : pack_zero<float, N>();
 }
 
 // dx of a row, and its share of dweight into sums.
 template <typename Type, int EACH, bool ADD>
 static __device__ __forceinline__ void
 row_finish(const struct row_packs<Type, EACH> &r,
-           const struct pack<float, of_type<Type>::N> (&scale)[EACH],
            const struct pack<Type, of_type<Type>::N> (&old)[EACH], const struct rms_norm &op,
            const struct row_plan &plan, int lane, Type *dx, float c,
            float (&sums)[EACH][of_type<Type>::N])
@@ -186,11 +187,12 @@ row_finish(const struct row_packs<Type, EACH> &r,
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
         int at = lane + e * plan.threads;
+        struct pack<float, N> scale = scale_load<N>(op, plan, at);
         float value[N];
 #pragma unroll
         for (int i = 0; i < N; i++) {
             float x = pack_value(r.x[e], i), dy = pack_value(r.dy[e], i);
-            value[i] = r.rstd * ((pack_value(scale[e], i) + op.weight_offset) * dy - x * c);
+            value[i] = r.rstd * ((pack_value(scale, i) + op.weight_offset) * dy - x * c);
             if (ADD)
                 value[i] += pack_value(old[e], i);
             sums[e][i] += dy * (x * r.rstd);
@@ -237,16 +239,10 @@ static __global__ void __launch_bounds__(GROUP_THREADS, EACH <= 2 ? 2 : 1)
     int groups = blockDim.x / plan.threads, turn = 0;
     int64_t first = blockIdx.x * size;
     int64_t end = first + size < op.rows ? first + size : op.rows;
-    struct pack<float, N> scale[EACH];
     struct pack<Type, N> old[EACH];
     float sums[EACH][N] = {};
     struct row_packs<Type, EACH> now, next;
     row_load(now, op, plan, lane, first + group, first + group < end);
-#pragma unroll
-    for (int e = 0; e < EACH; e++) {
-        int at = lane + e * plan.threads;
-        scale[e] = at < plan.packs ? pack_load<N>(op.weight + at * N) : pack_zero<float, N>();
-    }
     for (int64_t base = first; base < end; base += groups) {
         int64_t row = base + group;
         Type *dx = row < end ? (Type *)op.dx + row * op.width : NULL;
@@ -254,26 +250,24 @@ static __global__ void __launch_bounds__(GROUP_THREADS, EACH <= 2 ? 2 : 1)
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
             int at = lane + e * plan.threads;
-            old[e] = ADD && dx != NULL && at < plan.packs ? pack_load<N>(dx + at * N)
+            old[e] = ADD && dx != NULL && at < plan.packs ? pack_load_once<N>(dx + at * N)
                                                           : pack_zero<Type, N>();
         }
         float projection = 0.0f;
 #pragma unroll
         for (int e = 0; e < EACH; e++) {
-            pack_hold(scale[e]);
+            struct pack<float, N> scale = scale_load<N>(op, plan, lane + e * plan.threads);
 #pragma unroll
             for (int i = 0; i < N; i++)
-                projection += pack_value(now.dy[e], i) *
-                              (pack_value(scale[e], i) + op.weight_offset) *
+                projection += pack_value(now.dy[e], i) * (pack_value(scale, i) + op.weight_offset) *
                               pack_value(now.x[e], i);
             pack_hold(now.x[e]);
             pack_hold(now.dy[e]);
-            pack_hold(scale[e]);
         }
         projection = row_sum(projection, partial[turn], plan.threads);
         turn = 1 - turn;
         float c = projection_factor(projection, now.rstd, op.width);
-        row_finish<Type, EACH, ADD>(now, scale, old, op, plan, lane, dx, c, sums);
+        row_finish<Type, EACH, ADD>(now, old, op, plan, lane, dx, c, sums);
         now = next;
     }
     if (op.dweight != NULL)
