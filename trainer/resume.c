@@ -118,7 +118,9 @@ static int compare_config(struct resume *resume, const struct session *session, 
     resume->failed = status != 0;
     if (status == 0) {
         if (resume->replan) { // how the step is cut and by what it runs is execution
+            char *limit = before.memory.limit; // its own text, freed with it
             before.memory = session->config->memory;
+            before.memory.limit = limit;
             before.kernels = session->config->kernels;
         }
         config_expand_files(&before, &(struct error){0}); // files may have moved: names decide
@@ -169,7 +171,10 @@ static int obey_frozen(struct resume *resume, struct session *session, struct er
     if (session->config->parallel.threads == 0)
         now->threads = before.threads;
     if (execution_compare(&before, now, err) == 0) {
-        now->gemm = before.gemm;
+        if (!resume->replan)
+            now->gemm = before.gemm;
+        else if (before.gemm.count > 0)
+            log_warn("--replan: GEMM algorithms are chosen anew; results may differ in bits");
         return 0;
     }
     if (resume->replan) {
