@@ -28,9 +28,17 @@ if(NVCC_RELEASE VERSION_LESS 12.0)
   return()
 endif()
 
-# Hopper by default; a release for all is -DCMAKE_CUDA_ARCHITECTURES="80;90a;120" (preset cuda).
+# The first GPU of this machine by default, Hopper where there is none; a release for all is
+# -DCMAKE_CUDA_ARCHITECTURES="80;90a;120" (preset cuda).
 if(NOT CMAKE_CUDA_ARCHITECTURES)
-  set(CMAKE_CUDA_ARCHITECTURES 90a CACHE STRING "GPU architectures to compile for" FORCE)
+  set(FOUND_ARCHITECTURE 90a)
+  execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
+    OUTPUT_VARIABLE GPU_TEXT ERROR_QUIET)
+  if(GPU_TEXT MATCHES "^([0-9]+)\\.([0-9])" AND NOT CMAKE_MATCH_0 STREQUAL "9.0")
+    set(FOUND_ARCHITECTURE ${CMAKE_MATCH_1}${CMAKE_MATCH_2})
+  endif()
+  set(CMAKE_CUDA_ARCHITECTURES ${FOUND_ARCHITECTURE} CACHE STRING
+    "GPU architectures to compile for" FORCE)
 endif()
 if(NVCC_RELEASE VERSION_LESS 12.8 AND "120" IN_LIST CMAKE_CUDA_ARCHITECTURES)
   message(STATUS "CUDA ${NVCC_RELEASE} does not know sm_120: left out")

@@ -262,8 +262,7 @@ int gemm_obey_cuda(struct stream *stream, const struct gemm_algorithms *algorith
                              (long long)i + 1);
         gemm_problem_init(&problem, &tuned->product);
         if (!gemm_algorithm_works(stream, &problem, &whole, &tuned->algorithm))
-            return error_set(err,
-                             "gemm: this cuBLASLt does not know the algorithm of the product %s",
+            return error_set(err, "gemm: cuBLASLt refuses the algorithm of the product %s",
                              from->product);
     }
     state->tuned_count = (int)algorithms->count;

@@ -243,6 +243,7 @@ static void other_config(void **state)
     must_refuse("config", "drafter.layers", "--set", "drafter.layers=1");
     must_refuse("config", "data.seq_len", "--set", "data.seq_len=128");
     must_refuse("config", "memory.group_rows", "--set", "memory.group_rows=64");
+    must_refuse("config", "kernels.path", "--set", "kernels.path=generic");
     must_refuse("config", "--resume none", "--resume", "none");
     // What may change: here, where the run is to go on.
     assert_int_equal(run_train(&fixture, "config", "--set", "run.max_steps=9", "--set",
@@ -259,14 +260,16 @@ static void other_execution(void **state)
                 "parallel.threads=2");
     run_must_say(&fixture, "execution", "--replan accepts this");
     assert_int_equal(run_train(&fixture, "execution", "--set", "parallel.threads=2", "--set",
-                               "memory.group_rows=64", "--set", "run.max_steps=10", "--replan",
-                               NULL),
+                               "memory.group_rows=64", "--set", "kernels.path=generic", "--set",
+                               "run.max_steps=10", "--replan", NULL),
                      0);
     run_must_say(&fixture, "execution", "resuming with another execution (--replan)");
     run_must_say(&fixture, "execution", "group_rows");
+    run_must_say(&fixture, "execution", "kernels: auto when the run was started, generic now");
     // The new execution is frozen now.
     assert_int_equal(run_train(&fixture, "execution", "--set", "parallel.threads=2", "--set",
-                               "memory.group_rows=64", "--set", "run.max_steps=11", NULL),
+                               "memory.group_rows=64", "--set", "kernels.path=generic", "--set",
+                               "run.max_steps=11", NULL),
                      0);
     assert_int_equal(run_train(&fixture, "execution", "--set", "run.max_steps=12", NULL), 2);
 }

@@ -431,7 +431,7 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
     session_count_steps(session, &run->steps);
     *status = EXIT_FAILED;
     if (step_tune(&run->step, &session->execution, err) != 0)
-        return error_prefix(err, "%s: execution.json", resume->path);
+        return error_add(err, "%s/execution.json holds it; --replan chooses anew", resume->path);
     if (resume_freeze(&run->folder, session, err) != 0 ||
         run_folder_start(&run->folder, resume->path != NULL ? &run->counters : NULL,
                          config->log.tensorboard, err) != 0)
