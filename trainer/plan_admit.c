@@ -61,19 +61,19 @@ static void offer(struct refusal *r, const char *sets, size_t needed, const char
     r->lines++;
 }
 
-// A variant of the memory section that fits. Returns whether it does.
-static bool offer_memory(struct refusal *r, const struct memory_config *memory, const char *sets,
-                         const char *price)
+// A variant of the memory section, said when it fits. Returns what it needs.
+static size_t offer_memory(struct refusal *r, const struct memory_config *memory, const char *sets,
+                           const char *price)
 {
     struct config config = *r->config;
     struct plan plan;
     struct error err = {""};
     config.memory = *memory;
-    bool fits = plan_make(&plan, r->subject, &config, NULL, &err) == 0 && plan.fits;
-    if (fits)
+    if (plan_make(&plan, r->subject, &config, NULL, &err) == 0 && plan.fits)
         offer(r, sets, plan.needed, price);
+    size_t needed = plan.needed;
     plan_release(&plan);
-    return fits;
+    return needed;
 }
 
 static void offer_largest(struct refusal *r, const char *key, const char *price)
@@ -110,18 +110,20 @@ static void offer_cuts(struct refusal *r)
     }
     if (r->lines > 0)
         return;
+    static const char open[] =
+        "memory.group_rows=0 --set memory.chunk_rows=0 --set memory.recompute=auto";
+    char sets[160], bytes[BYTE_SIZE_TEXT];
     memory.group_rows = memory.chunk_rows = 0;
     memory.recompute = RECOMPUTE_AUTO;
-    if (offer_memory(r, &memory,
-                     "memory.group_rows=0 --set memory.chunk_rows=0 --set memory.recompute=auto",
-                     slower) ||
-        !halves)
-        return;
-    memory.logits = LOGITS_BF16;
-    offer_memory(r, &memory,
-                 "memory.group_rows=0 --set memory.chunk_rows=0 --set memory.recompute=auto "
-                 "--set memory.logits=bf16",
-                 ", a longer step and less exact gradients");
+    size_t needed = offer_memory(r, &memory, open, slower);
+    if (r->lines == 0 && halves) {
+        memory.logits = LOGITS_BF16;
+        snprintf(sets, sizeof(sets), "%s --set memory.logits=bf16", open);
+        needed = offer_memory(r, &memory, sets, ", a longer step and less exact gradients");
+    }
+    if (r->lines == 0)
+        error_add(r->err, "  none of memory.*: all of them together still need %s",
+                  byte_size_text((double)needed, bytes));
 }
 
 static int refuse(const struct plan_subject *subject, const struct config *config,
@@ -147,28 +149,41 @@ static int refuse(const struct plan_subject *subject, const struct config *confi
     offer_cuts(&r);
     offer_largest(&r, "data.seq_len", ", and documents are cut at it");
     offer_largest(&r, "drafter.layers", ", and another drafter");
-    if (r.lines == 0)
-        error_add(err, "  none of memory.*, data.seq_len and drafter.layers alone");
     return error_add(err, "dtrain plan --fit looks further");
+}
+
+// What was cut below the usual, once it is known to fit.
+static void log_cut(const struct plan *plan)
+{
+    struct plan_cut now = plan_cut_of(&plan->execution);
+    const struct plan_cut *usual = &plan->first;
+    char group[64] = "", chunk[64] = "", recompute[64] = "", need[BYTE_SIZE_TEXT];
+    if (plan_cut_equal(&now, usual))
+        return;
+    if (now.group_rows != usual->group_rows)
+        snprintf(group, sizeof(group), "group_rows %lld instead of %lld, ",
+                 (long long)now.group_rows, (long long)usual->group_rows);
+    if (now.chunk_rows != usual->chunk_rows)
+        snprintf(chunk, sizeof(chunk), "chunk_rows %lld instead of %lld, ",
+                 (long long)now.chunk_rows, (long long)usual->chunk_rows);
+    if (strcmp(now.recompute, usual->recompute) != 0)
+        snprintf(recompute, sizeof(recompute), "recompute %s instead of %s, ", now.recompute,
+                 usual->recompute);
+    log_info("memory: %s%s%sso that %s suffice", group, chunk, recompute,
+             byte_size_text((double)plan->needed, need));
 }
 
 int plan_admit(struct session *session, bool training, bool frozen, size_t *planned,
                struct error *err)
 {
     struct plan plan;
-    char need[BYTE_SIZE_TEXT];
     struct plan_subject subject = subject_of(session, training);
     int status =
         plan_make(&plan, &subject, session->config, frozen ? &session->execution : NULL, err);
     if (status == 0 && !plan.fits)
         status = refuse(&subject, session->config, &plan, frozen, err);
-    struct plan_cut cut = plan_cut_of(&plan.execution);
-    if (status == 0 && !frozen && !plan_cut_equal(&cut, &plan.first))
-        log_info("memory: group_rows %lld instead of %lld, chunk_rows %lld instead of %lld, "
-                 "recompute %s, so that %s suffice",
-                 (long long)plan.execution.group_rows, (long long)plan.first.group_rows,
-                 (long long)plan.execution.chunk_rows, (long long)plan.first.chunk_rows,
-                 plan.execution.recompute, byte_size_text((double)plan.needed, need));
+    if (status == 0 && !frozen)
+        log_cut(&plan);
     if (status == 0)
         session->execution = plan.execution;
     if (planned != NULL)

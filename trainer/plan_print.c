@@ -253,8 +253,9 @@ void plan_summary(const struct plan *plan, int64_t ranks, char *text, size_t siz
     size_t at = 0;
     text[0] = '\0';
     for (size_t i = 0; i < plan->device_count && at < size; i++)
-        at += (size_t)snprintf(text + at, size - at, "%s %s, ", plan->device[i].name,
-                               byte_size_text((double)plan_part_bytes(plan, i, ranks), bytes));
+        if (plan->device[i].bytes > 0)
+            at += (size_t)snprintf(text + at, size - at, "%s %s, ", plan->device[i].name,
+                                   byte_size_text((double)plan_part_bytes(plan, i, ranks), bytes));
     bool cpu = strcmp(plan->execution.device, "cpu") == 0;
     if (cpu && at < size)
         at += (size_t)snprintf(
