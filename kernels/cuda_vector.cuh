@@ -56,8 +56,11 @@ static __device__ __forceinline__ void pack_store(Type *to, const struct pack<Ty
 #pragma unroll
         for (int i = 0; i < (int)(N * sizeof(Type) / PACK_BYTES); i++)
             // As an assignment it may be taken apart into four.
-            __stwb((uint4 *)to + i, make_uint4(p.word[4 * i], p.word[4 * i + 1], p.word[4 * i + 2],
-                                               p.word[4 * i + 3]));
+            asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                         :
+                         : "l"((uint4 *)to + i), "r"(p.word[4 * i]), "r"(p.word[4 * i + 1]),
+                           "r"(p.word[4 * i + 2]), "r"(p.word[4 * i + 3])
+                         : "memory");
     } else if constexpr (sizeof(Type) == 4) {
         *(uint32_t *)to = p.word[0];
     } else {
