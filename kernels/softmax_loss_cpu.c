@@ -60,7 +60,9 @@ static struct softmax softmax_of(const void *logits, enum dtype type, int64_t vo
         piece_exp(e, x, row.max == -INFINITY ? 0.0f : row.max, 1.0f, n);
         sum += (double)piece_sum(e, n);
     }
-    row.inverse_sum = row.max == -INFINITY ? NAN : (float)(1.0 / sum);
+    if (row.max == -INFINITY)
+        sum = (double)NAN;
+    row.inverse_sum = (float)(1.0 / sum);
     row.log_sum = log(sum);
     return row;
 }

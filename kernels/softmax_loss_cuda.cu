@@ -270,7 +270,7 @@ static __device__ void write_terms(const struct softmax_loss &op, const double *
 // log2 of the sum of 2^(x L) over the row.
 static __device__ double log2_sum(const struct loss_softmax &s)
 {
-    return (double)loss_reference(s.max) + log2((double)s.sum);
+    return s.max == -INFINITY ? (double)NAN : (double)loss_reference(s.max) + log2((double)s.sum);
 }
 
 static __device__ void write_results(const struct softmax_loss &op, struct loss_record &record,

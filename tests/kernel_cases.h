@@ -26,9 +26,11 @@ enum case_flags {
     CASE_SCALED = 1 << 16,  // rows scaled, some by 0
     CASE_NO_TEACHER = 1 << 17,
     CASE_NO_GRADIENT = 1 << 18,
-    CASE_EXCLUDED = 1 << 19,  // some logits are -inf, in student and teacher
-    CASE_BENCH = 1 << 20,     // for the benchmark alone: too large for the reference
-    CASE_UNALIGNED = 1 << 21, // any op: tensors begin one element after an aligned address
+    CASE_EXCLUDED = 1 << 19,   // some logits are -inf, in student and teacher
+    CASE_BENCH = 1 << 20,      // for the benchmark alone: too large for the reference
+    CASE_UNALIGNED = 1 << 21,  // any op: tensors begin one element after an aligned address
+    CASE_SORTED = 1 << 22,     // rows of one teacher row follow each other
+    CASE_NOT_FINITE = 1 << 23, // rows with NaN, with inf and of -inf alone, among others
 };
 
 struct kernel_case {

@@ -1,6 +1,6 @@
 // Owns how the loss over the vocabulary is tested.
 // Shape: rows, vocab, teacher rows, index of the mixture of terms; IN_PLACE, TO_F32 (fp32 gradient of
-// bf16 logits), NO_TEACHER, NO_GRADIENT, EXCLUDED.
+// bf16 logits), STRIDED (rows of the gradient), NO_TEACHER, NO_GRADIENT, EXCLUDED, NOT_FINITE, SORTED.
 #include <math.h>
 #include <string.h>
 
@@ -35,6 +35,16 @@ static enum dtype gradient_type(const struct kernel_case *c)
     return c->flags & CASE_TO_F32 ? DTYPE_F32 : DTYPE_BF16;
 }
 
+// Student rows 0, 1, 2 and teacher rows 3, 4, 5: with NaN, with inf, of -inf alone.
+static void spoil_rows(struct kernel_tensor *tensor, int64_t first)
+{
+    int64_t vocab = tensor->columns;
+    tensor->value[first * vocab + vocab / 3] = (double)NAN;
+    tensor->value[(first + 1) * vocab + vocab / 2] = (double)INFINITY;
+    for (int64_t i = 0; i < vocab; i++)
+        tensor->value[(first + 2) * vocab + i] = (double)-INFINITY;
+}
+
 // The teacher is the student of another row plus as much again of its own, so that all overlaps come
 // up; logits are as wide as a trained model's.
 static void build_logits(const struct kernel_case *c, struct kernel_run *run)
@@ -50,7 +60,9 @@ static void build_logits(const struct kernel_case *c, struct kernel_run *run)
         run_add_normal(run, "teacher", TENSOR_IN, c->type, teachers, vocab, 1.0);
     struct kernel_tensor *row = run_add(run, "teacher_row", TENSOR_IN, DTYPE_I32, rows, 1);
     for (int64_t r = 0; r < rows; r++)
-        row->value[r] = (double)(r < teachers ? r : run_below(run, teachers));
+        row->value[r] = (double)(c->flags & CASE_SORTED ? r * teachers / rows
+                                 : r < teachers         ? r
+                                                        : run_below(run, teachers));
     for (int64_t i = 0; i < teachers * vocab; i++) {
         double base = i / vocab < rows ? student->value[i] : 0.0;
         if (isfinite(base))
@@ -59,6 +71,10 @@ static void build_logits(const struct kernel_case *c, struct kernel_run *run)
     for (int64_t t = 0; t < teachers && c->flags & CASE_EXCLUDED; t++)
         teacher->value[t * vocab + t % vocab] = teacher->value[t * vocab + (t + 5) % vocab] =
             (double)-INFINITY;
+    if (c->flags & CASE_NOT_FINITE) {
+        spoil_rows(student, 0);
+        spoil_rows(teacher, 3);
+    }
 }
 
 void loss_build(const struct kernel_case *c, struct kernel_run *run)
@@ -75,6 +91,8 @@ void loss_build(const struct kernel_case *c, struct kernel_run *run)
             gradient->alias = "student";
             gradient->stride =
                 vocab * (int64_t)(dtype_size(c->type) / dtype_size(gradient_type(c)));
+        } else if (c->flags & CASE_STRIDED) {
+            gradient->stride = vocab + 8;
         }
     }
     run_add(run, "loss", TENSOR_OUT, DTYPE_F32, rows, 1);

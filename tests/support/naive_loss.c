@@ -53,12 +53,12 @@ static struct totals totals_of(const struct distribution *p, const struct distri
     for (int64_t i = 0; i < vocab; i++) {
         double log_m = log((p->p[i] + q->p[i]) / 2.0);
         t.kl += divergence(p->p[i], p->log_p[i], q->log_p[i]);
-        if (isfinite(p->log_p[i]))
+        if (p->log_p[i] != (double)-INFINITY)
             t.reverse_kl += divergence(q->p[i], q->log_p[i], p->log_p[i]);
         t.p_to_m += divergence(p->p[i], p->log_p[i], log_m);
         t.q_to_m += divergence(q->p[i], q->log_p[i], log_m);
         t.tv += fabs(p->p[i] - q->p[i]) / 2.0;
-        t.overlap += fmin(p->p[i], q->p[i]);
+        t.overlap += isnan(p->p[i] + q->p[i]) ? (double)NAN : fmin(p->p[i], q->p[i]);
         t.below += q->p[i] <= p->p[i] ? q->p[i] : 0.0;
     }
     return t;
@@ -73,7 +73,7 @@ static double tv_gradient(const struct totals *t, double p, double q)
 static double term_gradient(enum loss_term term, const struct totals *t, double lambda, double p,
                             double q, double log_p, double log_q, bool target)
 {
-    double reverse = q == 0.0 || !isfinite(log_p) ? 0.0 : log_q - log_p;
+    double reverse = q == 0.0 || log_p == (double)-INFINITY ? 0.0 : log_q - log_p;
     double to_m = q == 0.0 ? 0.0 : log_q - log((p + q) / 2.0);
     switch (term) {
     case LOSS_KL:
@@ -107,7 +107,8 @@ static void gradient_of(const struct naive_loss *in, const struct distribution *
                         double *gradient)
 {
     for (int64_t i = 0; i < in->vocab; i++) {
-        gradient[i] = 0.0;
+        // A teacher that is no distribution leaves no gradient, whatever the terms.
+        gradient[i] = p->p != NULL && isnan(p->p[i]) ? (double)NAN : 0.0;
         for (int term = 0; term < LOSS_TERM_COUNT; term++) {
             if (in->weight[term] == 0.0 || (term == LOSS_CE_DATA && in->label < 0))
                 continue;
