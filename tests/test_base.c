@@ -13,6 +13,7 @@
 #include <cmocka.h>
 
 #include "base/bf16.h"
+#include "base/byte_size.h"
 #include "base/crc32c.h"
 #include "base/error.h"
 #include "base/log.h"
@@ -352,6 +353,34 @@ static void nearest_word(void **state)
     assert_null(error_nearest("loss", keys, 0));
 }
 
+static void byte_sizes_are_read_and_written(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *text;
+        uint64_t bytes;
+    } good[] = {{"0", 0},      {"1000", 1000},        {"96GiB", 96ull << 30}, {"1.5 KiB", 1536},
+                {"2kB", 2000}, {"80GB", 80000000000}, {"512MiB", 512u << 20}, {"1TiB", 1ull << 40},
+                {"1e3B", 1000}};
+    static const char *const bad[] = {"",     "GiB", "96G",   "96gib", "-1",        "1GiB of",
+                                      "0x10", "inf", "1e30B", ".5GiB", "9000000TiB"};
+    for (size_t i = 0; i < sizeof(good) / sizeof(*good); i++) {
+        uint64_t bytes = 7;
+        assert_int_equal(byte_size_parse(good[i].text, &bytes), 0);
+        assert_int_equal(bytes, good[i].bytes);
+    }
+    for (size_t i = 0; i < sizeof(bad) / sizeof(*bad); i++) {
+        uint64_t bytes = 7;
+        if (byte_size_parse(bad[i], &bytes) != -1)
+            fail_msg("'%s' was taken for %llu", bad[i], (unsigned long long)bytes);
+        assert_int_equal(bytes, 7);
+    }
+    char text[BYTE_SIZE_TEXT];
+    assert_string_equal(byte_size_text(1023.0, text), "1023 B");
+    assert_string_equal(byte_size_text(1536.0, text), "1.50 KiB");
+    assert_string_equal(byte_size_text(96.0 * 0x1p30, text), "96.00 GiB");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -369,6 +398,7 @@ int main(void)
         cmocka_unit_test(crc32c_of_long_inputs),
         cmocka_unit_test(errors_say_what_was_put_in),
         cmocka_unit_test(nearest_word),
+        cmocka_unit_test(byte_sizes_are_read_and_written),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

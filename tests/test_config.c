@@ -601,6 +601,33 @@ static void the_page_is_fresh(void **state)
     free(text);
 }
 
+static void whole_numbers_by_name(void **state)
+{
+    (void)state;
+    struct config c;
+    struct config_int_key key;
+    struct error err = {{0}};
+    config_init(&c);
+    assert_int_equal(config_find_int(&c, "seq_len", &key, &err), 0);
+    assert_string_equal(key.name, "data.seq_len");
+    assert_ptr_equal(key.value, &c.data.seq_len);
+    assert_int_equal(key.minimum, 2);
+    assert_int_equal(key.maximum, 16777216);
+    assert_int_equal(config_find_int(&c, "checkpoint.every", &key, &err), 0);
+    assert_ptr_equal(key.value, &c.checkpoint.every);
+    static const char *const wrong[][2] = {{"every", "more than one section"},
+                                           {"data.every", "unknown key; did you mean"},
+                                           {"dta.seq_len", "unknown section"},
+                                           {"run.dir", "not a key of whole numbers"},
+                                           {"loss.kl", "not a key of whole numbers"}};
+    for (size_t i = 0; i < sizeof(wrong) / sizeof(*wrong); i++) {
+        assert_int_equal(config_find_int(&c, wrong[i][0], &key, &err), -1);
+        if (strstr(err.text, wrong[i][1]) == NULL)
+            fail_msg("expected '%s' in: %s", wrong[i][1], err.text);
+    }
+    config_release(&c);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -614,6 +641,7 @@ int main(void)
         cmocka_unit_test(presets_round_trip),
         cmocka_unit_test(json_holds_sections_and_nulls),
         cmocka_unit_test(patterns_expand_sorted),
+        cmocka_unit_test(whole_numbers_by_name),
         cmocka_unit_test(missing_and_repeated_files),
         cmocka_unit_test(resume_compares_what_must_stay),
         cmocka_unit_test(warnings_name_idle_keys),

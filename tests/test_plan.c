@@ -4,6 +4,7 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -415,6 +416,15 @@ static void sizes_of_any_target_are_enough(void **state)
                      0);
     assert_int_equal(program_run(out, words), 0);
     assert_true(program_says(out, "vocabulary 248,320"));
+    char *set = memory_format("target.path=%s",
+                              (const char *)*state); // the folder, with nothing but a config.json
+    char *config = fixture_path(*state, "config.json");
+    assert_int_equal(rename(sizes, config), 0);
+    const char *folder[] = {"plan", "--config", V4, "--set", set, "--set", "run.device=cuda", NULL};
+    assert_int_equal(program_run(out, folder), 0);
+    assert_true(program_says(out, "sizes of"));
+    free(config);
+    free(set);
     const char *small[] = {"plan",  "--config", V4, "--set", "run.device=cuda", "--device-memory",
                            "20GiB", NULL};
     assert_int_equal(program_run(out, small), 1);
