@@ -144,48 +144,41 @@ static void attention_backward(struct dflash *d, const struct backend *backend,
                   b->dx, true);
 }
 
-// dcontext[T, H] += part[T, columns] weight; weight.grad += part^T context.
-static void context_part_backward(struct dflash *d, const struct backend *backend,
-                                  struct stream *stream, const void *part,
-                                  const struct dflash_tensor *weight, bool first)
-{
-    enum dtype type = d->options.compute;
-    weight_backward(d, backend, stream, d->row->tokens, part, d->buffers->context, weight);
-    backend->kernels->gemm(stream, &(struct gemm){.m = d->row->tokens,
-                                                  .n = weight->columns,
-                                                  .k = weight->rows,
-                                                  .alpha = 1.0f,
-                                                  .beta = first ? 0.0f : 1.0f,
-                                                  .a = part,
-                                                  .b = weight->weight,
-                                                  .c = d->buffers->dcontext,
-                                                  .a_type = type,
-                                                  .b_type = type,
-                                                  .c_type = DTYPE_F32});
-}
-
-// Context keys and values of layer l, whose gradients are complete.
+// Context keys and values of layer l, whose gradients are complete: adds to dcontext [T, H].
 static void context_layer_backward(struct dflash *d, const struct backend *backend,
                                    struct stream *stream, int64_t l)
 {
     const struct dflash_sizes *s = d->options.sizes;
     struct dflash_layer *layer = &d->layers[l];
     struct dflash_buffers *b = d->buffers;
+    enum dtype type = d->options.compute;
     int64_t t = d->row->tokens, kv = s->kv_heads * s->head_dim;
     struct norm_rope rope = dflash_norm_rope(d, t, s->kv_heads, layer->context_kv, 2 * kv,
                                              &layer->k_norm, b->positions, NULL);
     rope.dy = layer->dcontext_k;
     rope.dy_type = DTYPE_F32;
-    rope.dx = b->dk_raw;
-    rope.dx_stride = kv;
+    rope.dx = b->dkv;
+    rope.dx_stride = 2 * kv;
     backend->kernels->norm_rope_backward(stream, &rope);
     backend->kernels->convert(stream, &(struct convert){.count = t * kv,
+                                                        .width = kv,
+                                                        .to_stride = 2 * kv,
                                                         .from = layer->dcontext_v,
-                                                        .to = b->dv_raw,
+                                                        .to = dflash_at_mutable(b->dkv, type, kv),
                                                         .from_type = DTYPE_F32,
-                                                        .to_type = d->options.compute});
-    context_part_backward(d, backend, stream, b->dk_raw, &layer->k, l == s->layers - 1);
-    context_part_backward(d, backend, stream, b->dv_raw, &layer->v, false);
+                                                        .to_type = type});
+    weight_backward(d, backend, stream, t, b->dkv, b->context, &layer->kv);
+    backend->kernels->gemm(stream, &(struct gemm){.m = t,
+                                                  .n = s->hidden,
+                                                  .k = 2 * kv,
+                                                  .alpha = 1.0f,
+                                                  .beta = l == s->layers - 1 ? 0.0f : 1.0f,
+                                                  .a = b->dkv,
+                                                  .b = layer->kv.weight,
+                                                  .c = b->dcontext,
+                                                  .a_type = type,
+                                                  .b_type = type,
+                                                  .c_type = DTYPE_F32});
 }
 
 static void context_input_backward(struct dflash *d, const struct backend *backend,

@@ -172,9 +172,7 @@ void dflash_context_forward(struct dflash *d, const struct backend *backend, str
     backend->kernels->rms_norm_forward(stream, &norm);
     for (int64_t l = 0; l < s->layers; l++) {
         struct dflash_layer *layer = &d->layers[l];
-        struct dflash_tensor both = layer->k; // k and v are joined
-        both.rows = 2 * kv;
-        dflash_linear(d, backend, stream, t, b->context, &both, NULL, layer->context_kv);
+        dflash_linear(d, backend, stream, t, b->context, &layer->kv, NULL, layer->context_kv);
         struct norm_rope rope = dflash_norm_rope(d, t, s->kv_heads, layer->context_kv, 2 * kv,
                                                  &layer->k_norm, b->positions, layer->context_k);
         backend->kernels->norm_rope_forward(stream, &rope);

@@ -13,7 +13,7 @@ struct dflash_tensor {
 
 struct dflash_layer {
     struct dflash_tensor input_norm, qkv, q_norm, k_norm, o, post_norm, gate_up, down;
-    struct dflash_tensor k, v; // parts of qkv, for the context
+    struct dflash_tensor kv; // k and v of qkv, for the context
     bool sliding;
     // context, kept from forward to the last group's backward
     void *context_kv;  // [T, 2 * kv_heads * head_dim] keys before norm and rope, then values
@@ -55,17 +55,17 @@ struct dflash_buffers {
     float *last_rstd;             // [N]
     void *hidden;                 // [N, H] after the final norm
     // backward
-    void *dx;              // [N, H] gradient of hidden, then of the residual stream: over hidden
-    void *dnorm;           // [N, H]
-    void *dact;            // [N, intermediate]; over act where that is not kept
-    void *dattention;      // [N, heads * head_dim]
-    void *dq, *dkey;       // [N, heads * head_dim], [N, kv_heads * head_dim]
-    void *dqkv;            // [N, (heads + 2 kv_heads) * head_dim]
-    float *delta;          // [N, heads]
-    float *dcontext;       // fp32 [T, H]
-    void *dcontext_rows;   // [T, H] compute dtype
-    void *dk_raw, *dv_raw; // [T, kv_heads * head_dim]
-    float *norm_scratch;   // [RMS_NORM_PARTS, max(H, head_dim)]
+    void *dx;            // [N, H] gradient of hidden, then of the residual stream: over hidden
+    void *dnorm;         // [N, H]
+    void *dact;          // [N, intermediate]; over act where that is not kept
+    void *dattention;    // [N, heads * head_dim]
+    void *dq, *dkey;     // [N, heads * head_dim], [N, kv_heads * head_dim]
+    void *dqkv;          // [N, (heads + 2 kv_heads) * head_dim]
+    float *delta;        // [N, heads]
+    float *dcontext;     // fp32 [T, H]
+    void *dcontext_rows; // [T, H] compute dtype
+    void *dkv;           // [T, 2 * kv_heads * head_dim] gradient of a layer's context_kv
+    float *norm_scratch; // [RMS_NORM_PARTS, max(H, head_dim)]
     // host
     uint32_t *h_noise_key; // [T, 2]
     int32_t *h_positions;  // [T]

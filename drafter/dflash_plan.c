@@ -50,8 +50,8 @@ static void bind_layer(struct dflash_layer *layer, const struct dflash_options *
     layer->input_norm = find_in_layer(o, l, "input_layernorm.weight");
     layer->qkv = find_in_layer(o, l, "self_attn.q_proj.weight");
     layer->qkv.rows = (s->heads + 2 * s->kv_heads) * s->head_dim; // q, k and v are joined
-    layer->k = find_in_layer(o, l, "self_attn.k_proj.weight");
-    layer->v = find_in_layer(o, l, "self_attn.v_proj.weight");
+    layer->kv = find_in_layer(o, l, "self_attn.k_proj.weight");
+    layer->kv.rows = 2 * s->kv_heads * s->head_dim; // k and v are joined
     layer->q_norm = find_in_layer(o, l, "self_attn.q_norm.weight");
     layer->k_norm = find_in_layer(o, l, "self_attn.k_norm.weight");
     layer->o = find_in_layer(o, l, "self_attn.o_proj.weight");
@@ -114,8 +114,7 @@ static void plan_context_scratch(struct dflash *d, struct arena *arena)
         return;
     b->dcontext = take(arena, group, -1, "dcontext", DTYPE_F32, t, h);
     b->dcontext_rows = take(arena, group, -1, "dcontext_rows", o->compute, t, h);
-    b->dk_raw = take(arena, group, -1, "dk_raw", o->compute, t, kv);
-    b->dv_raw = take(arena, group, -1, "dv_raw", o->compute, t, kv);
+    b->dkv = take(arena, group, -1, "dkv", o->compute, t, 2 * kv);
 }
 
 // A buffer of layer l. `own`: the layer's own, kept until its backward pass; else one for all layers,

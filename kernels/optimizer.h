@@ -30,9 +30,10 @@ struct sum_squares {
 };
 enum { SUM_SQUARES_PARTS = 1024 };
 
-// to[i] = from[i] in another dtype.
+// to[i] = from[i] in another dtype. With a width, `to` has rows of width elements, to_stride apart.
 struct convert {
     int64_t count;
+    int64_t width, to_stride; // width 0: packed; else it divides count
     const void *from;
     void *to;
     enum dtype from_type, to_type;

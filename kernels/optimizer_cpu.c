@@ -92,13 +92,22 @@ void sum_squares_cpu(struct stream *stream, const struct sum_squares *op)
     op->result[0] = total;
 }
 
+// Elements [first, first + n) of from, in one row of to.
+static void convert_piece(const struct convert *op, int64_t first, int64_t n)
+{
+    float piece[PIECE];
+    int64_t at = op->width > 0 ? first / op->width * op->to_stride + first % op->width : first;
+    piece_load(piece, op->from, op->from_type, first, n);
+    piece_store(op->to, piece, op->to_type, at, n);
+}
+
 void convert_cpu(struct stream *stream, const struct convert *op)
 {
+    int64_t width = op->width > 0 ? op->width : op->count;
+    int64_t each = (width + PIECE - 1) / PIECE, pieces = width > 0 ? op->count / width * each : 0;
 #pragma omp parallel for num_threads(team(stream, op->count)) schedule(static)
-    for (int64_t first = 0; first < op->count; first += PIECE) {
-        float piece[PIECE];
-        int64_t n = min_i64(PIECE, op->count - first);
-        piece_load(piece, op->from, op->from_type, first, n);
-        piece_store(op->to, piece, op->to_type, first, n);
+    for (int64_t p = 0; p < pieces; p++) {
+        int64_t column = p % each * PIECE;
+        convert_piece(op, p / each * width + column, min_i64(PIECE, width - column));
     }
 }

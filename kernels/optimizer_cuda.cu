@@ -152,27 +152,36 @@ void sum_squares_cuda(struct stream *stream, const struct sum_squares *op)
     launch_check();
 }
 
+// Rows of `to`; width 0: packed.
+struct convert_rows {
+    unsigned width, stride;
+};
+
 template <int N, typename To, typename From>
-static __device__ __forceinline__ void convert_elements(To *to, const From *from, int64_t first)
+static __device__ __forceinline__ void convert_elements(To *to, const From *from, int64_t first,
+                                                        struct convert_rows rows)
 {
     struct pack<From, N> x = pack_load<N>(from + first);
     float value[N];
 #pragma unroll
     for (int i = 0; i < N; i++)
         value[i] = pack_value(x, i);
+    if (rows.width > 0)
+        first =
+            (int64_t)((unsigned)first / rows.width) * rows.stride + (unsigned)first % rows.width;
     store_values<N>(to + first, value);
 }
 
 // As in adamw_kernel.
 template <int N, typename To, typename From>
 static __global__ void __launch_bounds__(THREADS)
-    convert_kernel(To *to, const From *from, int64_t count)
+    convert_kernel(To *to, const From *from, int64_t count, struct convert_rows rows)
 {
     int64_t thread = (int64_t)blockIdx.x * THREADS + threadIdx.x, packs = count / N;
     if (thread < packs)
-        convert_elements<N>(to, from, thread * N);
+        convert_elements<N>(to, from, thread * N, rows);
     else if (packs * N + (thread - packs) < count)
-        convert_elements<1>(to, from, packs * N + (thread - packs));
+        convert_elements<1>(to, from, packs * N + (thread - packs), rows);
 }
 
 template <typename To, typename From>
@@ -180,12 +189,16 @@ static void convert_launch(struct stream *stream, const struct convert *op)
 {
     To *to = (To *)op->to;
     const From *from = (const From *)op->from;
-    if (packs_at(to) && packs_at(from))
+    struct convert_rows rows = {(unsigned)op->width, (unsigned)op->to_stride};
+    BUG_UNLESS(op->width == 0 || (op->count % op->width == 0 && op->count <= INT32_MAX &&
+                                  op->to_stride <= INT32_MAX));
+    if (packs_at(to) && packs_at(from) && packs_in(op->width, PACK) &&
+        packs_in(op->to_stride, PACK))
         convert_kernel<PACK>
-            <<<pack_grid(op->count, PACK), THREADS, 0, stream->cuda>>>(to, from, op->count);
+            <<<pack_grid(op->count, PACK), THREADS, 0, stream->cuda>>>(to, from, op->count, rows);
     else
         convert_kernel<1>
-            <<<pack_grid(op->count, 1), THREADS, 0, stream->cuda>>>(to, from, op->count);
+            <<<pack_grid(op->count, 1), THREADS, 0, stream->cuda>>>(to, from, op->count, rows);
     launch_check();
 }
 

@@ -27,7 +27,8 @@ static void *normals(int64_t count, enum dtype type, float scale, uint64_t seed)
     void *result = memory_alloc((size_t)count, dtype_size(type));
     for (int64_t i = 0; i < count; i++)
         values[i] = scale * rng_normal(key, (uint64_t)i);
-    struct convert op = {count, values, result, DTYPE_F32, type};
+    struct convert op = {
+        .count = count, .from = values, .to = result, .from_type = DTYPE_F32, .to_type = type};
     convert_cpu(stream, &op);
     free(values);
     backend_cpu()->stream_close(stream);

@@ -566,7 +566,7 @@ static void sum_squares_call(const struct kernel_case *c, struct kernel_run *run
     run->backend->kernels->sum_squares(run->stream, &op);
 }
 
-// convert: count; type of the input; TO_F32
+// convert: count, width (0: packed); type of the input; TO_F32
 static void convert_build(const struct kernel_case *c, struct kernel_run *run)
 {
     struct kernel_tensor *from =
@@ -575,7 +575,12 @@ static void convert_build(const struct kernel_case *c, struct kernel_run *run)
         from->value[0] = (double)NAN;
         from->value[1] = (double)-INFINITY;
     }
-    run_add(run, "to", TENSOR_OUT, has(c, CASE_TO_F32) ? DTYPE_F32 : DTYPE_BF16, 1, c->shape[0]);
+    enum dtype to = has(c, CASE_TO_F32) ? DTYPE_F32 : DTYPE_BF16;
+    if (c->shape[1] == 0)
+        run_add(run, "to", TENSOR_OUT, to, 1, c->shape[0]);
+    else
+        run_add(run, "to", TENSOR_OUT, to, c->shape[0] / c->shape[1], c->shape[1])->stride +=
+            c->shape[1];
 }
 
 static void convert_expect(const struct kernel_case *c, struct kernel_run *run)
@@ -586,6 +591,8 @@ static void convert_expect(const struct kernel_case *c, struct kernel_run *run)
 static void convert_call(const struct kernel_case *c, struct kernel_run *run)
 {
     struct convert op = {.count = c->shape[0],
+                         .width = c->shape[1],
+                         .to_stride = 2 * c->shape[1],
                          .from = run_device(run, "from"),
                          .to = run_device(run, "to"),
                          .from_type = c->type,
