@@ -169,8 +169,8 @@ static int imagine_shards(struct plan_input *input, const struct config *config,
     s->last_plane = (int32_t)s->features;
     s->last_hidden = LAST_HIDDEN_PRE_NORM;
     snprintf(input->data_from, sizeof(input->data_from),
-             "target.layer_ids and the last hidden state; no shards yet: %.*s",
-             (int)strcspn(why, "\n"), why);
+             "target.layer_ids and the last hidden state");
+    snprintf(input->no_shards, sizeof(input->no_shards), "%.*s", (int)strcspn(why, "\n"), why);
     return 0;
 }
 

@@ -8,7 +8,8 @@
 struct plan_input {
     struct target target;
     char target_from[320]; // where its sizes are from, in words
-    char data_from[320];   // where planes and documents are from, in words
+    char data_from[64];    // where planes and documents are from, in words
+    char no_shards[512];   // why there are no shards; "": there are
     struct plan_subject subject;
     struct plan_documents documents;
     bool live; // the backend's device is there

@@ -59,6 +59,8 @@ static void print_model(const struct plan_report *r, FILE *out)
             (long long)r->config->data.rows_per_step, plan_number(r->config->data.seq_len, a),
             (long long)subject->planes, plan_number((int64_t)plan_token_bytes(subject), b));
     fprintf(out, "          from %s\n", r->input->data_from);
+    if (r->input->no_shards[0] != '\0')
+        fprintf(out, "          no shards yet: %s\n", r->input->no_shards);
 }
 
 static void print_rank_row(const struct plan_report *r, FILE *out, size_t part, struct unit unit)
@@ -119,8 +121,11 @@ static void print_device(const struct plan_report *r, FILE *out)
     snprintf(title, sizeof(title), "%s, %s on",
              strcmp(r->plan->execution.device, "cpu") == 0 ? "step" : "GPU memory", unit.name);
     fprintf(out, "\n%-22s", title);
-    for (size_t i = 0; i < RANK_COLUMNS; i++)
-        fprintf(out, " %2lld rank%s", (long long)rank_columns[i], i == 0 ? "  " : "s ");
+    for (size_t i = 0; i < RANK_COLUMNS; i++) {
+        snprintf(title, sizeof(title), "%lld rank%s", (long long)rank_columns[i],
+                 i == 0 ? "" : "s");
+        fprintf(out, " %9s", title);
+    }
     fprintf(out, "\n");
     for (size_t part = 0; part <= r->plan->device_count; part++)
         print_rank_row(r, out, part, unit);
@@ -188,8 +193,7 @@ static void print_work(const struct plan_report *r, FILE *out)
         out,
         "  Every anchor drawn, every token supervised; a block row sees %.0f tokens of context\n"
         "  on average%s.\n",
-        w->visible,
-        w->guessed ? ", were a row one document: the most there can be" : " over these documents");
+        w->visible, w->guessed ? ", were every row one document" : " over these documents");
     if (strcmp(r->plan->execution.device, "cpu") != 0)
         fprintf(out, "  %-20s %9.2f s at %.0f TFLOP/s and %.1f TB/s for the update\n", "at least",
                 w->seconds, r->tflops, plan_bandwidth * 1e-12);
@@ -235,9 +239,13 @@ static void print_verdict(const struct plan_report *r, FILE *out)
 
 void plan_print(const struct plan_report *r, FILE *out)
 {
+    bool cpu = strcmp(r->plan->execution.device, "cpu") == 0;
     fprintf(out, "plan of %s for %s%s\n\n", r->config->file != NULL ? r->config->file : "a config",
-            strcmp(r->plan->execution.device, "cpu") == 0 ? "the CPU" : "CUDA",
-            r->input->live ? "" : " (no GPU is needed, and none is here)");
+            cpu ? "the CPU" : "CUDA",
+            r->input->live                         ? ""
+            : r->config->run.device == DEVICE_AUTO ? "; there is no GPU here, so a run here would "
+                                                     "take the CPU: --set run.device=cpu"
+                                                   : "; there is no GPU here, and none is needed");
     print_model(r, out);
     print_device(r, out);
     print_host(r, out);
