@@ -226,10 +226,11 @@ struct together {
 static int64_t scaled(const struct together *t, size_t i, int64_t parts)
 {
     int64_t granule = t->granule[i];
+    BUG_UNLESS(granule > 0);
+    if ((double)t->now[i] * (double)parts >= (double)t->maximum[i] * TOGETHER_PARTS)
+        return t->maximum[i];
     int64_t value = t->now[i] * parts / TOGETHER_PARTS / granule * granule;
-    if (value < t->minimum[i])
-        value = t->minimum[i];
-    return value < t->maximum[i] ? value : t->maximum[i];
+    return value > t->minimum[i] ? value : t->minimum[i];
 }
 
 static struct fit_try try_factor(const struct together *t, int64_t parts)

@@ -230,11 +230,8 @@ static void print_verdict(const struct plan_report *r, FILE *out)
     byte_size_text(needed, need);
     byte_size_text(limit, have);
     byte_size_text(needed > limit ? needed - limit : limit - needed, gap);
-    if (r->plan->fits)
-        fprintf(out, "\nfits: %s of %s, %s to spare\n", need, have, gap);
-    else
-        fprintf(out, "\ndoes not fit: %s of %s, %s too much; --fit finds what does\n", need, have,
-                gap);
+    fprintf(out, "\n%s: %s of %s, %s %s\n", r->plan->fits ? "fits" : "does not fit", need, have,
+            gap, r->plan->fits ? "to spare" : "too much; --fit finds what does");
 }
 
 void plan_print(const struct plan_report *r, FILE *out)
