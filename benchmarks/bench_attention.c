@@ -1,6 +1,7 @@
 // Times attention of bf16 block rows on CUDA at the sizes of training and prints one line per layout:
 // milliseconds of the forward and the backward pass, and 10^12 useful operations per second: 4 D per
-// pair of a query and a key that it sees forward, 10 D backward. Usage: bench_attention [part of names]
+// pair of a query and a key that it sees forward, 10 D backward.
+// Usage: bench_attention [part of names [generic]]
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -154,7 +155,8 @@ int main(int argc, char **argv)
         return 1;
     }
     struct stream_options options = {.threads = 1,
-                                     .workspace_bytes = bench.backend->stream_workspace_bytes(1)};
+                                     .workspace_bytes = bench.backend->stream_workspace_bytes(1),
+                                     .generic = argc > 2 && strcmp(argv[2], "generic") == 0};
     bench.stream = bench.backend->stream_open(&options);
     for (size_t i = 0; i < sizeof(layouts) / sizeof(layouts[0]); i++)
         if (argc < 2 || strstr(layouts[i].name, argv[1]) != NULL)

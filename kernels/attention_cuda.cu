@@ -32,10 +32,12 @@ void attention_forward_cuda(struct stream *stream, const struct attention *op)
     check(op);
     if (op->rows == 0)
         return;
-    if (fits_mma(op))
-        attention_forward_mma(stream, op);
-    else
+    if (!fits_mma(op))
         attention_forward_plain(stream, op);
+    else if (attention_fits_hopper(stream, op))
+        attention_forward_hopper(stream, op);
+    else
+        attention_forward_mma(stream, op);
 }
 
 void attention_backward_cuda(struct stream *stream, const struct attention *op)
@@ -48,6 +50,11 @@ void attention_backward_cuda(struct stream *stream, const struct attention *op)
         return;
     }
     attention_delta(stream, op);
-    attention_dq(stream, op);
-    attention_dkv(stream, op);
+    if (attention_fits_hopper(stream, op)) {
+        attention_dq_hopper(stream, op);
+        attention_dkv_hopper(stream, op);
+    } else {
+        attention_dq(stream, op);
+        attention_dkv(stream, op);
+    }
 }

@@ -2,44 +2,6 @@
 // one tile of the matrix of queries and goes over the keys that its rows see.
 #include "kernels/attention_walk.cuh"
 
-// Softmax statistics of a thread's rows: log-sum-exp for powers of 2, and delta.
-template <int MT> struct row_statistics {
-    float lse[MT][2], delta[MT][2];
-};
-
-template <int MT>
-static __device__ __forceinline__ struct row_statistics<MT>
-statistics_of(const struct attention &op, const struct query_matrix &q, int kv_head, int first) {
-    struct row_statistics<MT> s;
-#pragma unroll
-    for (int i = 0; i < MT; i++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            int m = min(first + i * 16 + half * 8 + fragment_row(), q.count - 1);
-            int64_t at = index_of(op, q, kv_head, m);
-            s.lse[i][half] = op.lse[at] * log2_e;
-            s.delta[i][half] = op.delta[at];
-        }
-    return s;
-}
-
-// dscore = P (dout V^T - delta), P = exp(score - lse); score becomes it.
-template <int MT, int NT>
-static __device__ __forceinline__ void
-score_gradients(float (*score)[NT][4], const float (*dp)[NT][4], const struct row_statistics<MT> &s,
-                float factor)
-{
-#pragma unroll
-    for (int i = 0; i < MT; i++)
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                float p = power2(score[i][n][e] * factor - s.lse[i][e / 2]);
-                score[i][n][e] = p * (dp[i][n][e] - s.delta[i][e / 2]);
-            }
-}
-
 // Tiles in shared memory, by their addresses.
 struct dq_tiles {
     uint32_t query, dout, keys, values;
@@ -64,24 +26,6 @@ dq_step(const struct key_step &step, bool whole, const struct row_spans<WARPS * 
     multiply_rows<D, MT, NT, ROWS, KEYS>(dp, tiles.dout + top * ROW_BYTES, tiles.values);
     score_gradients<MT, NT>(score, dp, statistics, factor);
     multiply_fragments<MT, NT, D / 8, KEYS>(dq, score, tiles.keys);
-}
-
-// dq times the scale as bf16.
-template <int D, int MT>
-static __device__ __forceinline__ void
-dq_store(const struct attention &op, const struct query_matrix &q, int kv_head, int first,
-         const float (*dq)[D / 8][4], unsigned char *tile)
-{
-#pragma unroll
-    for (int i = 0; i < MT; i++)
-#pragma unroll
-        for (int n = 0; n < D / 8; n++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                fragment_put<WARPS * MT * 16>(
-                    tile, threadIdx.x / WARP * MT * 16 + i * 16 + half * 8, n,
-                    pack(dq[i][n][half * 2] * op.scale, dq[i][n][half * 2 + 1] * op.scale));
-    store_rows<D, MT>(op, q, kv_head, first, (bf16_t *)op.dq, tile);
 }
 
 template <int D, int MT, int KEYS, int STAGES, int CTAS>
@@ -130,7 +74,12 @@ static __global__ void __launch_bounds__(THREADS, CTAS)
         }
         step = next;
     }
-    dq_store<D, MT>(op, q, kv_head, first, dq, shared);
+    float scale[MT][2];
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+        scale[i][0] = scale[i][1] = op.scale;
+    store_fragments<D, ROWS, MT>(op, q, kv_head, first, threadIdx.x / WARP * MT * 16, dq, scale,
+                                 (bf16_t *)op.dq, shared);
 }
 
 // A CTA for each tile of queries and key head. Shared memory: queries, dout, STAGES times keys and

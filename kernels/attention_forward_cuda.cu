@@ -5,89 +5,6 @@
 // passed over.
 #include "kernels/attention_walk.cuh"
 
-// Running softmax of a thread's rows, of scores without their scale. sum: the thread's own part.
-template <int MT> struct running {
-    float max[MT][2], sum[MT][2];
-};
-
-// Over the 4 lanes that hold a row of a fragment.
-static __device__ __forceinline__ float quad_max(float x)
-{
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-
-static __device__ __forceinline__ float quad_sum(float x)
-{
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-
-// Scores become probabilities relative to the running max. factor: the scale, for powers of 2.
-template <int MT, int NT, int DT>
-static __device__ __forceinline__ void softmax_step(float (*score)[NT][4], struct running<MT> *r,
-                                                    float (*out)[DT][4], float factor)
-{
-    float correction[MT][2];
-    bool changed = false;
-#pragma unroll
-    for (int i = 0; i < MT; i++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float top = r->max[i][half], sum = 0.0f;
-#pragma unroll
-            for (int n = 0; n < NT; n++)
-                top = fmaxf(top, fmaxf(score[i][n][half * 2], score[i][n][half * 2 + 1]));
-            top = quad_max(top);
-            // Of a row that has seen nothing yet all is -inf.
-            float base = top == -INFINITY ? 0.0f : top * factor;
-            correction[i][half] = power2(r->max[i][half] * factor - base);
-            changed = changed || r->max[i][half] != top;
-            r->max[i][half] = top;
-#pragma unroll
-            for (int n = 0; n < NT; n++)
-#pragma unroll
-                for (int e = half * 2; e < half * 2 + 2; e++) {
-                    score[i][n][e] = power2(score[i][n][e] * factor - base);
-                    sum += score[i][n][e];
-                }
-            r->sum[i][half] = r->sum[i][half] * correction[i][half] + sum;
-        }
-    if (!__any_sync(~0u, changed))
-        return;
-#pragma unroll
-    for (int i = 0; i < MT; i++)
-#pragma unroll
-        for (int n = 0; n < DT; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                out[i][n][e] *= correction[i][e / 2];
-}
-
-// out / sum as bf16, and lse.
-template <int D, int MT>
-static __device__ __forceinline__ void
-forward_store(const struct attention &op, const struct query_matrix &q, int kv_head, int first,
-              const struct running<MT> &r, const float (*out)[D / 8][4], unsigned char *tile)
-{
-#pragma unroll
-    for (int i = 0; i < MT; i++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            int top = threadIdx.x / WARP * MT * 16 + i * 16 + half * 8;
-            int m = first + top + fragment_row();
-            float sum = quad_sum(r.sum[i][half]), inverse = 1.0f / sum;
-            if (threadIdx.x % 4 == 0 && m < q.count)
-                op.lse[index_of(op, q, kv_head, m)] = r.max[i][half] * op.scale + logf(sum);
-#pragma unroll
-            for (int n = 0; n < D / 8; n++)
-                fragment_put<WARPS * MT * 16>(
-                    tile, top, n,
-                    pack(out[i][n][half * 2] * inverse, out[i][n][half * 2 + 1] * inverse));
-        }
-    store_rows<D, MT>(op, q, kv_head, first, (bf16_t *)op.out, tile);
-}
-
 // One tile of keys for the warp's rows, which begin at `top` of the tile of queries.
 template <int D, int MT, int KEYS>
 static __device__ __forceinline__ void
@@ -104,7 +21,9 @@ forward_step(const struct key_step &step, bool whole, const struct row_spans<WAR
     multiply_rows<D, MT, KEYS / 8, ROWS, KEYS>(score, query + top * ROW_BYTES, keys);
     if (!whole)
         hide<MT, KEYS / 8>(score, spans, step.first);
-    softmax_step<MT, KEYS / 8, D / 8>(score, r, out, factor);
+    float correction[MT][2];
+    if (softmax_step<MT, KEYS / 8>(score, r, correction, factor))
+        rescale<MT, D / 8>(out, correction);
     multiply_fragments<MT, KEYS / 8, D / 8, KEYS>(out, score, values);
 }
 
@@ -135,9 +54,7 @@ static __global__ void __launch_bounds__(THREADS, CTAS)
     float out[MT][D / 8][4], factor = op.scale * log2_e;
     struct running<MT> r;
     clear<MT, D / 8>(out);
-#pragma unroll
-    for (int i = 0; i < MT; i++)
-        r.max[i][0] = r.max[i][1] = -INFINITY, r.sum[i][0] = r.sum[i][1] = 0.0f;
+    running_init<MT>(&r);
 
     struct key_step step = {true, true, own.begin, own.end};
     load_step<D, KEYS>(op, kv_head, step, stages, stages + TILE);
@@ -159,7 +76,11 @@ static __global__ void __launch_bounds__(THREADS, CTAS)
         }
         step = next;
     }
-    forward_store<D, MT>(op, q, kv_head, first, r, out, shared);
+    float inverse[MT][2];
+    int top = threadIdx.x / WARP * MT * 16;
+    running_end<MT>(op, q, kv_head, first + top, r, inverse);
+    store_fragments<D, ROWS, MT>(op, q, kv_head, first, top, out, inverse, (bf16_t *)op.out,
+                                 shared);
 }
 
 // A CTA for each tile of queries and key head. Shared memory: 50 KiB at D 64, 98 KiB at D 96 to 256.

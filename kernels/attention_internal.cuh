@@ -15,4 +15,10 @@ attention_backward_fn attention_backward_plain;
 attention_forward_fn attention_forward_mma;
 attention_backward_fn attention_delta, attention_dq, attention_dkv;
 
+// The same on Hopper, by instructions of its own: where attention_fits_hopper(), which holds for shapes
+// that the above take.
+bool attention_fits_hopper(struct stream *stream, const struct attention *op);
+attention_forward_fn attention_forward_hopper;
+attention_backward_fn attention_dq_hopper, attention_dkv_hopper;
+
 #endif

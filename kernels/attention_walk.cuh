@@ -22,7 +22,7 @@ template <int ROWS>
 static __device__ void spans_load(const struct attention &op, const struct query_matrix &q,
                                   int first, struct row_spans<ROWS> *spans)
 {
-    for (int i = threadIdx.x; i < ROWS; i += THREADS) {
+    for (int i = threadIdx.x; i < ROWS; i += blockDim.x) {
         int row = row_of(q, min(first + i, q.count - 1));
         spans->context[i] = context_span(op, row);
         spans->own[i] = own_span(op, row);
@@ -103,6 +103,135 @@ static __device__ __forceinline__ bool step_whole(const struct key_step &step,
     return !step.own && step.first >= context.all_begin && step.first + KEYS <= context.all_end;
 }
 
+// Running softmax of a thread's rows, of scores without their scale. sum: the thread's own part.
+template <int MT> struct running {
+    float max[MT][2], sum[MT][2];
+};
+
+template <int MT> static __device__ __forceinline__ void running_init(struct running<MT> *r)
+{
+#pragma unroll
+    for (int i = 0; i < MT; i++) {
+        r->max[i][0] = r->max[i][1] = -INFINITY;
+        r->sum[i][0] = r->sum[i][1] = 0.0f;
+    }
+}
+
+// Over the 4 lanes that hold a row of a fragment.
+static __device__ __forceinline__ float quad_max(float x)
+{
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+static __device__ __forceinline__ float quad_sum(float x)
+{
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Scores become probabilities relative to the running max. factor: the scale, for powers of 2.
+// correction: what sums so far are to be multiplied with; false: by 1 in the whole warp.
+template <int MT, int NT>
+static __device__ __forceinline__ bool softmax_step(float (*score)[NT][4], struct running<MT> *r,
+                                                    float (*correction)[2], float factor)
+{
+    bool changed = false;
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float top = r->max[i][half], sum = 0.0f;
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+                top = fmaxf(top, fmaxf(score[i][n][half * 2], score[i][n][half * 2 + 1]));
+            top = quad_max(top);
+            // Of a row that has seen nothing yet all is -inf.
+            float base = top == -INFINITY ? 0.0f : top * factor;
+            correction[i][half] = power2(r->max[i][half] * factor - base);
+            changed = changed || r->max[i][half] != top;
+            r->max[i][half] = top;
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+                for (int e = half * 2; e < half * 2 + 2; e++) {
+                    score[i][n][e] = power2(score[i][n][e] * factor - base);
+                    sum += score[i][n][e];
+                }
+            r->sum[i][half] = r->sum[i][half] * correction[i][half] + sum;
+        }
+    return __any_sync(~0u, changed);
+}
+
+template <int MT, int DT>
+static __device__ __forceinline__ void rescale(float (*out)[DT][4], const float (*correction)[2])
+{
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int n = 0; n < DT; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                out[i][n][e] *= correction[i][e / 2];
+}
+
+// 1 / sum of each row, for all lanes; writes lse. top: the fragment's first row, of the queries' tile
+// that begins at `first`.
+template <int MT>
+static __device__ __forceinline__ void
+running_end(const struct attention &op, const struct query_matrix &q, int kv_head, int first,
+            const struct running<MT> &r, float (*inverse)[2])
+{
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int m = first + i * 16 + half * 8 + fragment_row();
+            float sum = quad_sum(r.sum[i][half]);
+            inverse[i][half] = 1.0f / sum;
+            if (threadIdx.x % 4 == 0 && m < q.count)
+                op.lse[index_of(op, q, kv_head, m)] = r.max[i][half] * op.scale + logf(sum);
+        }
+}
+
+// Softmax statistics of a thread's rows: log-sum-exp for powers of 2, and delta.
+template <int MT> struct row_statistics {
+    float lse[MT][2], delta[MT][2];
+};
+
+template <int MT>
+static __device__ __forceinline__ struct row_statistics<MT>
+statistics_of(const struct attention &op, const struct query_matrix &q, int kv_head, int first) {
+    struct row_statistics<MT> s;
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int m = min(first + i * 16 + half * 8 + fragment_row(), q.count - 1);
+            int64_t at = index_of(op, q, kv_head, m);
+            s.lse[i][half] = op.lse[at] * log2_e;
+            s.delta[i][half] = op.delta[at];
+        }
+    return s;
+}
+
+// dscore = P (dout V^T - delta), P = exp(score - lse); score becomes it.
+template <int MT, int NT>
+static __device__ __forceinline__ void
+score_gradients(float (*score)[NT][4], const float (*dp)[NT][4], const struct row_statistics<MT> &s,
+                float factor)
+{
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                float p = power2(score[i][n][e] * factor - s.lse[i][e / 2]);
+                score[i][n][e] = p * (dp[i][n][e] - s.delta[i][e / 2]);
+            }
+}
+
 // Two columns of the fragment n of rows [top, top + 8), into a tile of ROWS.
 template <int ROWS>
 static __device__ __forceinline__ void fragment_put(unsigned char *tile, int top, int n,
@@ -112,20 +241,40 @@ static __device__ __forceinline__ void fragment_put(unsigned char *tile, int top
         columns;
 }
 
-// The warp's rows of a tile, which it alone wrote, to their place in global memory.
-template <int D, int MT>
-static __device__ __forceinline__ void store_rows(const struct attention &op,
-                                                  const struct query_matrix &q, int kv_head,
-                                                  int first, bf16_t *to, const unsigned char *tile)
+// Rows [top, top + COUNT) of a tile of ROWS, which the warp alone wrote, to their place in global memory.
+template <int D, int ROWS, int COUNT>
+static __device__ __forceinline__ void
+store_rows(const struct attention &op, const struct query_matrix &q, int kv_head, int first,
+           int top, bf16_t *to, const unsigned char *tile)
 {
-    constexpr int ROWS = WARPS * MT * 16, CHUNKS = D / CHUNK;
+    constexpr int CHUNKS = D / CHUNK;
     __syncwarp();
-    for (int i = threadIdx.x % WARP; i < MT * 16 * CHUNKS; i += WARP) {
-        int row = threadIdx.x / WARP * MT * 16 + i / CHUNKS, chunk = i % CHUNKS;
+    for (int i = threadIdx.x % WARP; i < COUNT * CHUNKS; i += WARP) {
+        int row = top + i / CHUNKS, chunk = i % CHUNKS;
         if (first + row < q.count)
             *(uint4 *)(to + index_of(op, q, kv_head, first + row) * D + chunk * CHUNK) =
                 *(const uint4 *)(tile + tile_offset<ROWS>(row, chunk));
     }
+}
+
+// 16 MT rows of fp32 fragments times factors, as bf16, by way of rows [top, top + 16 MT) of a tile in
+// shared memory that no other warp uses.
+template <int D, int ROWS, int MT>
+static __device__ __forceinline__ void
+store_fragments(const struct attention &op, const struct query_matrix &q, int kv_head, int first,
+                int top, const float (*sum)[D / 8][4], const float (*factor)[2], bf16_t *to,
+                unsigned char *tile)
+{
+#pragma unroll
+    for (int i = 0; i < MT; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int n = 0; n < D / 8; n++)
+                fragment_put<ROWS>(tile, top + i * 16 + half * 8, n,
+                                   pack(sum[i][n][half * 2] * factor[i][half],
+                                        sum[i][n][half * 2 + 1] * factor[i][half]));
+    store_rows<D, ROWS, MT * 16>(op, q, kv_head, first, top, to, tile);
 }
 
 #endif

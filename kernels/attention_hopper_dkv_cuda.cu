@@ -1,0 +1,262 @@
+// Owns the gradients of keys and values of attention on Hopper's own tensor-core instructions. A CTA has
+// a tile of 128 keys, 64 for each of two warpgroups that compute; of a third, one warp has the copy
+// engine bring tiles of queries and dout through a ring of slots, one brings their rows' numbers.
+#include "kernels/attention_plan.cuh"
+#include "kernels/attention_wgmma.cuh"
+
+enum { KEYS = 128, GROUP_KEYS = 64, ROWS = 64, NUMBERS = 3 };
+
+// What the warps that compute are told about a tile of queries.
+enum tile_state { TILE_MASKED, TILE_WHOLE, TILE_NONE }; // NONE: there are no more
+
+struct tile_numbers {
+    struct query_rows<ROWS> rows;
+    int32_t state[4]; // the first counts
+};
+
+// Shared memory: keys, values, SLOTS tiles of queries or dout, numbers of rows, barriers.
+template <int D, int SLOTS> struct layout {
+    static constexpr int TILE = tile_bytes<ROWS, D>(), KEY = tile_bytes<KEYS, D>();
+    static constexpr int SLOT = 2 * KEY, NUMBER = SLOT + SLOTS * TILE;
+    static constexpr int BARRIERS = NUMBER + NUMBERS * (int)sizeof(struct tile_numbers);
+    static constexpr int NUMBER_BARRIERS = BARRIERS + 16 * SLOTS;
+    static constexpr int KEY_BARRIER = NUMBER_BARRIERS + 16 * NUMBERS;
+    static constexpr int BYTES = KEY_BARRIER + 16;
+};
+
+#if HAS_WGMMA
+
+template <int D, int SLOTS>
+static __device__ __forceinline__ void
+fetch_tile(struct tile_ring<SLOTS> *ring, uint32_t slots, const CUtensorMap *map,
+           const struct query_matrix &q, int kv_head, int tile)
+{
+    constexpr int TILE = tile_bytes<ROWS, D>();
+    ring_wait_empty(*ring);
+    barrier_expect(ring_full(*ring), TILE);
+    fetch_queries<D, ROWS>(q, kv_head, tile * ROWS, slots + ring->slot * TILE, map,
+                           ring_full(*ring));
+    ring_next(ring);
+}
+
+template <int D, int SLOTS>
+static __device__ __forceinline__ void
+produce_tiles(const struct attention &op, const struct query_matrix &q,
+              const struct attention_plan &plan, const struct attention_maps &maps,
+              const struct key_tile &keys, int kv_head, uint32_t slots, uint32_t barriers)
+{
+    struct tile_ring<SLOTS> ring = ring_make<SLOTS>(barriers);
+    struct query_cursor cursor = cursor_make<KEYS, ROWS>(op, q, plan, keys);
+    for (int tile; (tile = cursor_next<KEYS>(&cursor, plan, keys)) >= 0;) {
+        if (threadIdx.x % WARP == 0) {
+            fetch_tile<D, SLOTS>(&ring, slots, &maps.q, q, kv_head, tile);
+            fetch_tile<D, SLOTS>(&ring, slots, &maps.dout, q, kv_head, tile);
+        }
+        __syncwarp();
+    }
+}
+
+static __device__ __forceinline__ void write_numbers(const struct attention &op,
+                                                     const struct query_matrix &q, bool own,
+                                                     int kv_head, int tile,
+                                                     struct query_rows<ROWS> *to)
+{
+    for (int at = threadIdx.x % WARP; at < ROWS; at += WARP) {
+        int m = min(tile * ROWS + at, q.count - 1), row = row_of(q, m);
+        int64_t index = index_of(op, q, kv_head, m);
+        struct span seen = own ? own_span(op, row) : context_span(op, row);
+        to->begin[at] = seen.begin;
+        to->end[at] = seen.end;
+        to->lse[at] = op.lse[index];
+        to->delta[at] = op.delta[index];
+    }
+}
+
+// The numbers of rows go through a ring of their own, and then the word that it was the last tile.
+static __device__ __forceinline__ void
+produce_numbers(const struct attention &op, const struct query_matrix &q,
+                const struct attention_plan &plan, const struct key_tile &keys, int kv_head,
+                struct tile_numbers *numbers, uint32_t barriers)
+{
+    struct tile_ring<NUMBERS> ring = ring_make<NUMBERS>(barriers);
+    struct query_cursor cursor = cursor_make<KEYS, ROWS>(op, q, plan, keys);
+    int tile;
+    do {
+        tile = cursor_next<KEYS>(&cursor, plan, keys);
+        struct tile_numbers *to = numbers + ring.slot;
+        ring_wait_empty(ring);
+        if (tile >= 0)
+            write_numbers(op, q, keys.own, kv_head, tile, &to->rows);
+        bool whole = tile >= 0 && !keys.own && plan.bounds[tile].all_begin <= keys.first &&
+                     plan.bounds[tile].all_end >= keys.first + KEYS;
+        if (threadIdx.x % WARP == 0)
+            to->state[0] = tile < 0 ? TILE_NONE : whole ? TILE_WHOLE : TILE_MASKED;
+        barrier_arrive(ring_full(ring));
+        ring_next(&ring);
+    } while (tile >= 0);
+}
+
+// Where a CTA's tiles are in shared memory, as a warpgroup sees them: its own keys and values.
+struct dkv_tiles {
+    uint32_t keys, values, slots, barriers, number_barriers, key_barrier;
+    const struct tile_numbers *numbers;
+};
+
+// Adds up dk and dv of a warpgroup's 64 keys, of which this warp has 16 from `first` on. The products of
+// a tile of queries with dscore are on their way while the scores of the next are computed.
+template <int D, int SLOTS>
+static __device__ __forceinline__ void dkv_consume(const struct dkv_tiles &tiles, int group_first,
+                                                   int first, float factor, float (*dk)[D / 8][4],
+                                                   float (*dv)[D / 8][4])
+{
+    constexpr int TILE = tile_bytes<ROWS, D>(), NT = ROWS / 8;
+    struct tile_ring<SLOTS> ring = ring_make<SLOTS>(tiles.barriers);
+    struct tile_ring<NUMBERS> number_ring = ring_make<NUMBERS>(tiles.number_barriers);
+    float score[NT][4], dp[NT][4];
+    uint32_t p[NT / 2][4], full_q, full_do, last = 0;
+    barrier_wait(tiles.key_barrier, 0);
+    for (;;) {
+        uint32_t full_number = ring_full(number_ring);
+        ring_wait_full(number_ring);
+        const struct query_rows<ROWS> &rows = tiles.numbers[number_ring.slot].rows;
+        int state = tiles.numbers[number_ring.slot].state[0];
+        ring_next(&number_ring);
+        if (state == TILE_NONE)
+            break;
+        bool whole = state == TILE_WHOLE;
+        uint32_t query = take_slot<SLOTS, TILE>(&ring, tiles.slots, &full_q);
+        if (!whole && !keys_are_seen<ROWS, GROUP_KEYS>(rows, group_first)) {
+            take_slot<SLOTS, TILE>(&ring, tiles.slots, &full_do);
+            slot_release(full_q);
+            slot_release(full_do);
+            slot_release(full_number);
+            products_wait<0>();
+            if (last != 0)
+                slot_release(last); // or the ring would stop, were all further tiles passed over
+            last = 0;
+            continue;
+        }
+        products_fence();
+        scores_start<D, ROWS, KEYS, ROWS>(score, tiles.keys, query);
+        products_commit();
+        uint32_t dout = take_slot<SLOTS, TILE>(&ring, tiles.slots, &full_do);
+        products_fence();
+        scores_start<D, ROWS, KEYS, ROWS>(dp, tiles.values, dout);
+        products_commit();
+        products_wait<1>();
+        sums_settle<NT>(score);
+        if (last != 0)
+            slot_release(last);
+        last = full_q;
+        if (!whole)
+            hide_columns<NT>(score, rows, first);
+        probabilities<NT>(score, rows, factor);
+        pack_factors<NT>(p, score);
+        products_fence();
+        sums_start<ROWS, D, ROWS>(dv[0], p, dout);
+        products_commit();
+        products_wait<0>(); // dv's, too: there are no registers for both factors
+        slot_release(full_do);
+        sums_settle<NT>(dp);
+        score_gradients<NT>(score, dp, rows);
+        slot_release(full_number);
+        pack_factors<NT>(p, score);
+        products_fence();
+        sums_start<ROWS, D, ROWS>(dk[0], p, query);
+        products_commit();
+    }
+    products_wait<0>();
+    sums_settle<D / 8>(dk[0]);
+    sums_settle<D / 8>(dv[0]);
+}
+
+template <int D, int SLOTS>
+static __device__ __forceinline__ void
+prologue(const struct attention_maps &maps, const struct key_tile &keys, int kv_head, uint32_t base)
+{
+    typedef struct layout<D, SLOTS> Layout;
+    if (threadIdx.x == 0) {
+        ring_init<SLOTS>(base + Layout::BARRIERS, 1, CONSUMERS / WARP);
+        ring_init<NUMBERS>(base + Layout::NUMBER_BARRIERS, WARP, CONSUMERS / WARP);
+        barrier_init(base + Layout::KEY_BARRIER, 1);
+        barriers_publish();
+    }
+    __syncthreads();
+    if (threadIdx.x != 0)
+        return;
+    uint32_t barrier = base + Layout::KEY_BARRIER;
+    barrier_expect(barrier, 2 * Layout::KEY);
+    for (int panel = 0; panel < D / PANEL; panel++) {
+        uint32_t to = base + panel * KEYS * ROW_BYTES;
+        fetch_panel(to, keys.own ? &maps.k_block : &maps.k_context, kv_head * D + panel * PANEL,
+                    keys.first, barrier);
+        fetch_panel(to + Layout::KEY, keys.own ? &maps.v_block : &maps.v_context,
+                    kv_head * D + panel * PANEL, keys.first, barrier);
+    }
+}
+
+#endif // HAS_WGMMA
+
+template <int D, int SLOTS>
+static __global__ void HOPPER_BOUNDS dkv_kernel(struct attention op, struct query_matrix q,
+                                                struct attention_plan plan,
+                                                const __grid_constant__ struct attention_maps maps)
+{
+#if HAS_WGMMA
+    typedef struct layout<D, SLOTS> Layout;
+    extern __shared__ __align__(1024) unsigned char shared[];
+    uint32_t base = shared_address(shared);
+    int kv_head = (int)(blockIdx.x % op.kv_heads), warp = (int)threadIdx.x / WARP;
+    struct key_tile keys = tile_of<KEYS>(op, plan);
+    struct tile_numbers *numbers = (struct tile_numbers *)(shared + Layout::NUMBER);
+    prologue<D, SLOTS>(maps, keys, kv_head, base);
+    if (warp < 4) {
+        registers_give<PRODUCER_REGISTERS>();
+        if (warp == 0)
+            produce_tiles<D, SLOTS>(op, q, plan, maps, keys, kv_head, base + Layout::SLOT,
+                                    base + Layout::BARRIERS);
+        else if (warp == 1)
+            produce_numbers(op, q, plan, keys, kv_head, numbers, base + Layout::NUMBER_BARRIERS);
+        return;
+    }
+    registers_take<CONSUMER_REGISTERS>();
+    uint32_t own = base + (warp / 4 - 1) * GROUP_KEYS * ROW_BYTES;
+    int group_first = keys.first + (warp / 4 - 1) * GROUP_KEYS;
+    int first = keys.first + (warp - 4) * 16;
+    struct dkv_tiles tiles = {own,
+                              own + Layout::KEY,
+                              base + Layout::SLOT,
+                              base + Layout::BARRIERS,
+                              base + Layout::NUMBER_BARRIERS,
+                              base + Layout::KEY_BARRIER,
+                              numbers};
+    float dk[1][D / 8][4], dv[1][D / 8][4];
+    clear<1, D / 8>(dk);
+    clear<1, D / 8>(dv);
+    dkv_consume<D, SLOTS>(tiles, group_first, first, op.scale * log2_e, dk, dv);
+    dkv_store<D, D>(op, kv_head, keys, first, 0, dk, dv);
+#endif
+}
+
+// A CTA for each tile of keys and key head. Shared memory: 164 KiB at D 128, 84 KiB at D 64.
+template <int D, int SLOTS> static void launch(struct stream *stream, const struct attention *op)
+{
+    constexpr int bytes = layout<D, SLOTS>::BYTES;
+    struct query_matrix q = query_matrix_make(op);
+    struct attention_plan plan = attention_plan_make(stream, op, q, ROWS, KEYS);
+    struct attention_maps maps;
+    attention_maps_make(op, ROWS, KEYS, &maps);
+    int64_t tiles = plan.context_tiles + divide_up(op->rows, KEYS);
+    unsigned ctas = grid_size(tiles * op->kv_heads);
+    allow_shared(dkv_kernel<D, SLOTS>, bytes);
+    dkv_kernel<D, SLOTS><<<ctas, HOPPER_THREADS, bytes, stream->cuda>>>(*op, q, plan, maps);
+    launch_check();
+}
+
+void attention_dkv_hopper(struct stream *stream, const struct attention *op)
+{
+    if (op->head_dim == 64)
+        launch<64, 6>(stream, op);
+    else
+        launch<128, 6>(stream, op);
+}
