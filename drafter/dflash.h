@@ -48,7 +48,9 @@ struct dflash {
     const struct row *row; // between context_forward and the last group
     const bf16 *features;
     enum noise_kind noise; // of the row
-    int64_t blocks;        // of the group in flight
+    // Gradients of matrices that nothing has been added to: the next product overwrites what is there.
+    bool fresh_layers, fresh_fc;
+    int64_t blocks; // of the group in flight
     // Host memory that copies are queued from: overwritten only after a sync.
     const struct backend *backend; // whose host memory it is; NULL: none yet
     int32_t *h_index;              // [5, group_rows] inputs of a group
@@ -64,6 +66,13 @@ void dflash_plan_scratch(struct dflash *dflash, struct arena *arena);
 void dflash_open(struct dflash *dflash, const struct backend *backend, struct stream *stream);
 void dflash_close(struct dflash *dflash);
 
+// From now on gradients are summed anew. Those of matrices hold anything until a whole row has been
+// through the backward pass, or dflash_settle_gradients.
+void dflash_begin_gradients(struct dflash *dflash, const struct backend *backend,
+                            struct stream *stream);
+// Gradients hold zeros if nothing has been added to them since.
+void dflash_settle_gradients(struct dflash *dflash, const struct backend *backend,
+                             struct stream *stream);
 // Context path of a row whose features [T, P, H] are in backend memory: fused features, then keys and
 // values of every layer. noisy: with the options' noise, keyed by seed. Clears the context's gradients.
 void dflash_context_forward(struct dflash *dflash, const struct backend *backend,

@@ -3,10 +3,28 @@
 
 #include "base/log.h"
 
-// weight.grad += dout^T in
+void dflash_begin_gradients(struct dflash *d, const struct backend *backend, struct stream *stream)
+{
+    const struct params *params = d->options.params;
+    for (size_t i = 0; i < params->count; i++)
+        if (params->items[i].norm)
+            backend->zero(stream, d->options.grads + params->items[i].offset,
+                          (size_t)params->items[i].count * sizeof(float));
+    d->fresh_layers = d->fresh_fc = true;
+}
+
+void dflash_settle_gradients(struct dflash *d, const struct backend *backend, struct stream *stream)
+{
+    if (d->fresh_layers && d->fresh_fc)
+        backend->zero(stream, d->options.grads,
+                      (size_t)d->options.params->elements * sizeof(float));
+    d->fresh_layers = d->fresh_fc = false;
+}
+
+// weight.grad = or += dout^T in
 static void weight_backward(const struct dflash *d, const struct backend *backend,
                             struct stream *stream, int64_t rows, const void *dout, const void *in,
-                            const struct dflash_tensor *weight)
+                            const struct dflash_tensor *weight, bool fresh)
 {
     enum dtype type = d->options.compute;
     backend->kernels->gemm(stream, &(struct gemm){.m = weight->rows,
@@ -14,7 +32,7 @@ static void weight_backward(const struct dflash *d, const struct backend *backen
                                                   .k = rows,
                                                   .transpose_a = true,
                                                   .alpha = 1.0f,
-                                                  .beta = 1.0f,
+                                                  .beta = fresh ? 0.0f : 1.0f,
                                                   .a = dout,
                                                   .b = in,
                                                   .c = weight->grad,
@@ -41,11 +59,12 @@ static void input_backward(const struct dflash *d, const struct backend *backend
                                                   .c_type = type});
 }
 
+// Of a layer's matrix: both.
 static void linear_backward(const struct dflash *d, const struct backend *backend,
                             struct stream *stream, int64_t rows, const void *dout, const void *in,
                             const struct dflash_tensor *weight, void *din)
 {
-    weight_backward(d, backend, stream, rows, dout, in, weight);
+    weight_backward(d, backend, stream, rows, dout, in, weight, d->fresh_layers);
     input_backward(d, backend, stream, rows, dout, weight, din);
 }
 
@@ -96,7 +115,7 @@ static void mlp_backward(struct dflash *d, const struct backend *backend, struct
                                                                .y = kept ? NULL : act,
                                                                .dy = b->dact,
                                                                .dgate_up = layer->gate_up_rows});
-    weight_backward(d, backend, stream, n, b->dx, act, &layer->down);
+    weight_backward(d, backend, stream, n, b->dx, act, &layer->down, d->fresh_layers);
     linear_backward(d, backend, stream, n, layer->gate_up_rows, layer->n2, &layer->gate_up,
                     b->dnorm);
     norm_backward(d, backend, stream, n, layer->mid, layer->post_rstd, &layer->post_norm, b->dnorm,
@@ -167,7 +186,8 @@ static void context_layer_backward(struct dflash *d, const struct backend *backe
                                                         .to = dflash_at_mutable(b->dkv, type, kv),
                                                         .from_type = DTYPE_F32,
                                                         .to_type = type});
-    weight_backward(d, backend, stream, t, b->dkv, b->context, &layer->kv);
+    // The layer's own backward pass has been there before.
+    weight_backward(d, backend, stream, t, b->dkv, b->context, &layer->kv, false);
     backend->kernels->gemm(stream, &(struct gemm){.m = t,
                                                   .n = s->hidden,
                                                   .k = 2 * kv,
@@ -195,7 +215,8 @@ static void context_input_backward(struct dflash *d, const struct backend *backe
                   b->dcontext_rows, false);
     if (!dflash_keeps_cheap(&d->options))
         dflash_load_context(d, backend, stream);
-    weight_backward(d, backend, stream, t, b->dcontext_rows, b->context_in, &b->fc);
+    weight_backward(d, backend, stream, t, b->dcontext_rows, b->context_in, &b->fc, d->fresh_fc);
+    d->fresh_fc = false;
 }
 
 void *dflash_group_gradient(struct dflash *d)
@@ -218,6 +239,7 @@ void dflash_group_backward(struct dflash *d, const struct backend *backend, stru
         if (last)
             context_layer_backward(d, backend, stream, l);
     }
+    d->fresh_layers = false;
     if (last)
         context_input_backward(d, backend, stream);
 }

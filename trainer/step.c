@@ -188,11 +188,12 @@ int step_open(struct step *step, const struct step_setup *setup, struct error *e
     step->memory = backend->alloc(step->arena.bytes);
     arena_place(&step->arena, step->memory, step->arena.bytes);
     plan_pass(step, &step->arena);
-    step->clearing = backend->stream_open(&(struct stream_options){.threads = threads});
     step_stage_open(&step->stage, backend);
     step_clock_start(&step->clock, backend, step->stream);
     open_host(step);
     dflash_open(&step->dflash, backend, step->stream);
+    if (setup->training) // what lies between tensors is never written
+        backend->zero(step->stream, step->grads, (size_t)setup->params->elements * sizeof(float));
     load_frozen(step, &setup->target->embed, step->embed, compute_type(setup));
     if (!setup->target->tied)
         load_frozen(step, &setup->target->head, step->head, compute_type(setup));
@@ -213,8 +214,6 @@ void step_close(struct step *step)
         step->setup.backend->host_free(step->h_squares);
     if (step->stream != NULL)
         step->setup.backend->sync(step->stream);
-    if (step->clearing != NULL)
-        step->setup.backend->stream_close(step->clearing);
     step_stage_close(&step->stage);
     if (step->memory != NULL)
         step->setup.backend->free(step->memory);
@@ -260,11 +259,7 @@ static void lap(struct step *step, enum step_part part)
 
 void step_begin(struct step *step)
 {
-    const struct backend *backend = step->setup.backend;
-    backend->stream_wait(step->clearing, step->stream);
-    backend->zero(step->clearing, step->grads,
-                  (size_t)step->setup.params->elements * sizeof(float));
-    step->cleared = false;
+    dflash_begin_gradients(&step->dflash, step->setup.backend, step->stream);
     step_clock_clear(&step->clock);
     step->metrics = (struct metrics){0};
     step->rows = 0;
@@ -273,14 +268,6 @@ void step_begin(struct step *step)
 static bool stopped(const struct step *step)
 {
     return step->stop != NULL && step->stop(step->stop_context);
-}
-
-// Gradients may be added to, or read, by what is queued from now on.
-static void await_clearing(struct step *step)
-{
-    if (!step->cleared)
-        step->setup.backend->stream_wait(step->stream, step->clearing);
-    step->cleared = true;
 }
 
 // One group: blocks anchors[first .. first + count). Its scored slots are counted into metrics.
@@ -305,10 +292,8 @@ static void run_group(struct step *step, const struct row *row, int64_t first, i
     loss_group_run(&step->loss, backend, step->stream, &group, &step->results);
     step_clock_read(&step->clock, backend, step->stream);
     lap(step, STEP_LOSS);
-    if (gradient) {
-        await_clearing(step);
+    if (gradient)
         dflash_group_backward(&step->dflash, backend, step->stream, last);
-    }
     lap(step, STEP_BACKWARD);
     metrics_count_slots(metrics, step->slots, slots, &step->results, count, step->accepted + first);
     if (step->observer != NULL)
@@ -379,7 +364,7 @@ static int train_row(struct step *step, const struct row *row, int64_t count)
     step->rows++;
     if (count == 0) { // nothing to predict: this row adds zeros
         step_stage_drop(&step->stage, row);
-        await_clearing(step);
+        dflash_settle_gradients(&step->dflash, step->setup.backend, step->stream);
         return 0;
     }
     return run_row(step, row, count, true, &step->metrics);
@@ -459,7 +444,6 @@ static void update(struct step *step, double lr, int64_t applied_step, double gr
 void step_apply(struct step *step, double lr, int64_t applied_step, struct step_outcome *outcome)
 {
     const struct config *config = step->setup.config;
-    await_clearing(step);
     lap(step, STEP_BETWEEN);
     *outcome = (struct step_outcome){.clip_factor = 1.0};
     outcome->weight_sum =

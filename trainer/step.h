@@ -39,9 +39,7 @@ struct step_observer {
 struct step {
     struct step_setup setup;
     struct stream *stream;
-    struct stream *clearing; // of gradients, while the forward pass runs
-    bool cleared;            // stream waits for clearing
-    struct arena arena;      // the table of everything on the backend
+    struct arena arena; // the table of everything on the backend
     void *memory;
     // flat arrays [params->elements], backend memory
     void *weights; // compute dtype; the masters themselves when computing in fp32
@@ -77,7 +75,7 @@ void step_load(struct step *step, const struct model_state *state);
 // Copies masters and moments into the snapshot (not the counters).
 void step_save(struct step *step, struct model_state *state);
 
-// Clears gradients and sums.
+// Begins new sums, of gradients and all else.
 void step_begin(struct step *step);
 // Starts copying the features of a row that step_row or step_evaluate is to run soon: at most one row
 // besides the one that runs next or is running. It must stay as it is until it has been run.
