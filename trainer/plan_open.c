@@ -183,6 +183,7 @@ static int open_data(struct plan_input *input, struct config *config, struct err
     config->data.val =
         (struct config_texts){.count = 0}; // of no consequence whether they are there
     bool found = config->data.train.count > 0 && config_expand_files(config, &missing) == 0;
+    free(config->data.val.items); // an empty list may have memory
     config->data.val = val;
     if (!found)
         return imagine_shards(input, config, missing.text, err);
