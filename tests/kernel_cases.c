@@ -113,6 +113,7 @@ const struct kernel_case kernel_cases[] = {
     {"norm_rope_forward", {7, 8, 128}, DTYPE_BF16, CASE_IN_PLACE, 321, ROW_BF16},
     {"norm_rope_forward", {7, 5, 128}, DTYPE_BF16, CASE_STRIDED | CASE_UNALIGNED, 322, ROW_BF16},
     {"norm_rope_forward", {3, 5, 128}, DTYPE_F32, CASE_STRIDED | CASE_NO_NORM, 323, ROW_F32},
+    {"norm_rope_forward", {4, 5, 64}, DTYPE_BF16, CASE_STRIDED | CASE_ODD, 329, ROW_BF16},
     {"norm_rope_forward", {5, 3, 96}, DTYPE_BF16, CASE_STRIDED, 324, ROW_BF16},
     {"norm_rope_forward", {5, 3, 96}, DTYPE_F32, CASE_IN_PLACE, 325, ROW_F32},
     {"norm_rope_forward", {5, 7, 256}, DTYPE_BF16, CASE_STRIDED, 326, ROW_BF16},
@@ -133,6 +134,7 @@ const struct kernel_case kernel_cases[] = {
     {"norm_rope_backward", {7, 5, 128}, DTYPE_BF16, CASE_STRIDED | CASE_UNALIGNED, 333, ROW_BF16},
     {"norm_rope_backward", {7, 5, 128}, DTYPE_F32, CASE_IN_PLACE, 334, ROW_F32},
     {"norm_rope_backward", {5, 3, 96}, DTYPE_BF16, CASE_STRIDED, 335, ROW_BF16},
+    {"norm_rope_backward", {4, 5, 64}, DTYPE_BF16, CASE_STRIDED | CASE_ODD, 342, ROW_BF16},
     {"norm_rope_backward", {5, 3, 96}, DTYPE_F32, CASE_NO_NORM | CASE_IN_PLACE, 336, ROW_F32},
     {"norm_rope_backward", {5, 7, 256}, DTYPE_BF16, CASE_STRIDED, 337, ROW_BF16},
     {"norm_rope_backward", {3, 2, 512}, DTYPE_BF16, CASE_IN_PLACE, 338, ROW_BF16},
@@ -441,10 +443,11 @@ const int kernel_case_count = sizeof(kernel_cases) / sizeof(kernel_cases[0]);
 void kernel_case_name(const struct kernel_case *c, char name[CASE_NAME])
 {
     static const char *const flags[] = {
-        "transpose_a", "transpose_b", "beta_one", "beta_d",    "to_fp32", "strided",
-        "in_place",    "add",         "frozen",   "offset",    "no_norm", "causal",
-        "window",      "normal",      "uniform",  "blank",     "scaled",  "no_teacher",
-        "no_gradient", "excluded",    "bench",    "unaligned", "sorted",  "not_finite",
+        "transpose_a", "transpose_b", "beta_one",   "beta_d",      "to_fp32",
+        "strided",     "in_place",    "add",        "frozen",      "offset",
+        "no_norm",     "causal",      "window",     "normal",      "uniform",
+        "blank",       "scaled",      "no_teacher", "no_gradient", "excluded",
+        "bench",       "unaligned",   "odd",        "sorted",      "not_finite",
     };
     int dimensions = 6, at;
     while (dimensions > 1 && c->shape[dimensions - 1] == 0)

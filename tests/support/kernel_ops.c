@@ -173,14 +173,14 @@ static void rms_norm_backward_call(const struct kernel_case *c, struct kernel_ru
     run->backend->kernels->rms_norm_backward(run->stream, &op);
 }
 
-// norm_rope: rows, heads, head_dim; NO_NORM, STRIDED, IN_PLACE (on x), backward also TO_F32 (dy in fp32)
+// norm_rope: rows, heads, head_dim; NO_NORM, STRIDED, ODD, IN_PLACE (on x), backward also TO_F32 (dy in fp32)
 enum { ROPE_TABLE = 41 };
 
 static void rope_inputs(const struct kernel_case *c, struct kernel_run *run)
 {
     int64_t rows = c->shape[0], heads = c->shape[1], d = c->shape[2];
     struct kernel_tensor *x = run_add_normal(run, "x", TENSOR_IN, c->type, rows, heads * d, 2.0);
-    x->stride += has(c, CASE_STRIDED) ? 2 * d : 0;
+    x->stride += has(c, CASE_STRIDED) ? 2 * d + (has(c, CASE_ODD) ? 3 : 0) : 0;
     if (!has(c, CASE_NO_NORM))
         run_add_normal(run, "weight", TENSOR_IN, DTYPE_F32, 1, d, 1.0);
     struct kernel_tensor *positions = run_add(run, "positions", TENSOR_IN, DTYPE_I32, rows, 1);
@@ -257,7 +257,7 @@ static void norm_rope_backward_build(const struct kernel_case *c, struct kernel_
     run_add_normal(run, "dy", TENSOR_IN, has(c, CASE_TO_F32) ? DTYPE_F32 : c->type, rows, heads * d,
                    1.0);
     struct kernel_tensor *dx = run_add(run, "dx", TENSOR_OUT, c->type, rows, heads * d);
-    dx->stride += has(c, CASE_STRIDED) ? d : 0;
+    dx->stride += has(c, CASE_STRIDED) ? d + (has(c, CASE_ODD) ? 1 : 0) : 0;
     if (has(c, CASE_IN_PLACE)) {
         dx->alias = "x";
         dx->stride = run_stride(run, "x");
