@@ -37,9 +37,8 @@ static void preset_open(struct preset *p, const char *file, const char *const *s
     char *path = memory_format("%s/configs/%s", DTRAIN_SOURCE_DIR, file);
     config_init(&p->config);
     if (config_load(&p->config, path, sets, count, &err) != 0 ||
-        plan_input_open(&p->input, &p->config, NULL, &err) != 0)
+        plan_input_open(&p->input, &p->config, NULL, false, &err) != 0)
         fail_msg("%s", err.text);
-    p->input.subject.backend = backend_planned();
     free(path);
 }
 

@@ -32,7 +32,7 @@ static int take_memory(struct plan_run *run, struct error *err)
         return error_set(err, "--device-memory: %s is not a number of bytes; say 96GiB", text);
     if (text == NULL && run->config.memory.limit != NULL)
         byte_size_parse(run->config.memory.limit, &bytes);
-    else if (text == NULL && run->input.live) {
+    else if (text == NULL && run->input.device == PLAN_DEVICE_HERE) {
         backend->memory(&left, &total);
         bytes = total;
     }
@@ -82,7 +82,8 @@ static int open_plan(struct plan_run *run, struct error *err)
     log_configure((enum log_level)run->config.log.level, 0);
     if (config_warnings(&run->config, &warnings) > 0)
         log_warn("%s", warnings.text);
-    if (plan_input_open(&run->input, &run->config, o->target_config, err) != 0 ||
+    bool look = o->device_memory == NULL && run->config.memory.limit == NULL;
+    if (plan_input_open(&run->input, &run->config, o->target_config, look, err) != 0 ||
         take_memory(run, err) != 0 || take_numbers(run, err) != 0 || take_keys(run, err) != 0)
         return -1;
     if (o->fit && run->device_memory == 0)

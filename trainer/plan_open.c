@@ -195,19 +195,21 @@ static int open_data(struct plan_input *input, struct config *config, struct err
 }
 
 // auto without a GPU: whoever plans here trains elsewhere.
-static void choose_backend(struct plan_input *input, const struct config *config)
+static void choose_backend(struct plan_input *input, const struct config *config, bool look)
 {
     struct error why = {""};
     bool cpu = config->run.device == DEVICE_CPU;
-    const struct backend *cuda = cpu ? NULL : backend_cuda(&why);
-    input->live = cpu || cuda != NULL;
+    const struct backend *cuda = cpu || !look ? NULL : backend_cuda(&why);
+    input->device = cpu || cuda != NULL ? PLAN_DEVICE_HERE
+                    : look              ? PLAN_DEVICE_NONE
+                                        : PLAN_DEVICE_UNASKED;
     input->subject.backend = cpu ? backend_cpu() : cuda != NULL ? cuda : backend_planned();
 }
 
 int plan_input_open(struct plan_input *input, struct config *config, const char *target_config,
-                    struct error *err)
+                    bool look, struct error *err)
 {
-    *input = (struct plan_input){.live = false};
+    *input = (struct plan_input){.device = PLAN_DEVICE_UNASKED};
     struct plan_subject *s = &input->subject;
     s->training = true;
     s->ranks = 1;
@@ -217,7 +219,7 @@ int plan_input_open(struct plan_input *input, struct config *config, const char 
         return -1;
     if (open_data(input, config, err) != 0)
         return -1;
-    choose_backend(input, config);
+    choose_backend(input, config, look);
     return 0;
 }
 

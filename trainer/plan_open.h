@@ -5,6 +5,12 @@
 
 #include "trainer/plan_work.h"
 
+enum plan_device {
+    PLAN_DEVICE_HERE,    // the backend is live
+    PLAN_DEVICE_NONE,    // planned for a GPU, and there is none
+    PLAN_DEVICE_UNASKED, // planned for a GPU, without looking for one
+};
+
 struct plan_input {
     struct target target;
     char target_from[320]; // where its sizes are from, in words
@@ -12,13 +18,14 @@ struct plan_input {
     char no_shards[512];   // why there are no shards; "": there are
     struct plan_subject subject;
     struct plan_documents documents;
-    bool live; // the backend's device is there
+    enum plan_device device;
 };
 
 // target_config: a config.json or a folder with one, instead of the config's target.path; NULL: none.
-// Reads the config's patterns of shards; those that match nothing are no fault.
+// Reads the config's patterns of shards; those that match nothing are no fault. look: for a GPU, which
+// takes a while where there is one.
 int plan_input_open(struct plan_input *input, struct config *config, const char *target_config,
-                    struct error *err);
+                    bool look, struct error *err);
 void plan_input_close(struct plan_input *input);
 
 #endif

@@ -230,19 +230,24 @@ static void print_verdict(const struct plan_report *r, FILE *out)
     byte_size_text(needed, need);
     byte_size_text(limit, have);
     byte_size_text(needed > limit ? needed - limit : limit - needed, gap);
-    fprintf(out, "\n%s: %s of %s, %s %s\n", r->plan->fits ? "fits" : "does not fit", need, have,
-            gap, r->plan->fits ? "to spare" : "too much; --fit finds what does");
+    char ranks[48] = "";
+    if (r->input->subject.ranks > 1)
+        snprintf(ranks, sizeof(ranks), " on each of %lld ranks",
+                 (long long)r->input->subject.ranks);
+    fprintf(out, "\n%s%s: %s of %s, %s %s\n", r->plan->fits ? "fits" : "does not fit", ranks, need,
+            have, gap, r->plan->fits ? "to spare" : "too much; --fit finds what does");
 }
 
 void plan_print(const struct plan_report *r, FILE *out)
 {
     bool cpu = strcmp(r->plan->execution.device, "cpu") == 0;
+    const char *where = "";
+    if (r->input->device == PLAN_DEVICE_NONE)
+        where = r->config->run.device == DEVICE_AUTO
+                    ? "; there is none here, so a run here would take the CPU: --set run.device=cpu"
+                    : "; there is none here, and none is needed";
     fprintf(out, "plan of %s for %s%s\n\n", r->config->file != NULL ? r->config->file : "a config",
-            cpu ? "the CPU" : "CUDA",
-            r->input->live                         ? ""
-            : r->config->run.device == DEVICE_AUTO ? "; there is no GPU here, so a run here would "
-                                                     "take the CPU: --set run.device=cpu"
-                                                   : "; there is no GPU here, and none is needed");
+            cpu ? "the CPU" : "a GPU", where);
     print_model(r, out);
     print_device(r, out);
     print_host(r, out);
