@@ -447,7 +447,7 @@ void kernel_case_name(const struct kernel_case *c, char name[CASE_NAME])
         "strided",     "in_place",    "add",        "frozen",      "offset",
         "no_norm",     "causal",      "window",     "normal",      "uniform",
         "blank",       "scaled",      "no_teacher", "no_gradient", "excluded",
-        "bench",       "unaligned",   "odd",        "sorted",      "not_finite",
+        "bench",       "unaligned",   "sorted",     "not_finite",  "odd",
     };
     int dimensions = 6, at;
     while (dimensions > 1 && c->shape[dimensions - 1] == 0)

@@ -29,9 +29,9 @@ enum case_flags {
     CASE_EXCLUDED = 1 << 19,   // some logits are -inf, in student and teacher
     CASE_BENCH = 1 << 20,      // for the benchmark alone: too large for the reference
     CASE_UNALIGNED = 1 << 21,  // any op: tensors begin one element after an aligned address
-    CASE_ODD = 1 << 22,        // with STRIDED: strides that no power of two divides
     CASE_SORTED = 1 << 22,     // rows of one teacher row follow each other
     CASE_NOT_FINITE = 1 << 23, // rows with NaN, with inf and of -inf alone, among others
+    CASE_ODD = 1 << 24,        // with STRIDED: strides that no power of two divides
 };
 
 struct kernel_case {
