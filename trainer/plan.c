@@ -196,14 +196,17 @@ size_t plan_host_bytes(const struct plan *plan)
     return bytes;
 }
 
-size_t plan_needed(const struct plan *plan, int64_t ranks)
+size_t plan_host_needed(const struct plan *plan)
 {
-    size_t bytes = plan_device_bytes(plan, ranks);
-    if (!on_cpu(&plan->execution))
-        return bytes;
-    // A mapped file is memory only as long as nobody else wants it.
+    size_t bytes = 0;
     for (size_t i = 0; i < plan->host_count; i++)
         if (strncmp(plan->host[i].name, "target", 6) != 0)
             bytes += plan->host[i].bytes;
     return bytes;
+}
+
+size_t plan_needed(const struct plan *plan, int64_t ranks)
+{
+    size_t bytes = plan_device_bytes(plan, ranks);
+    return on_cpu(&plan->execution) ? bytes + plan_host_needed(plan) : bytes;
 }

@@ -61,6 +61,8 @@ void plan_release(struct plan *plan);
 size_t plan_part_bytes(const struct plan *plan, size_t part, int64_t ranks);
 size_t plan_device_bytes(const struct plan *plan, int64_t ranks);
 size_t plan_host_bytes(const struct plan *plan);
+// Without the target's files: what is mapped is memory only as long as nobody else wants it.
+size_t plan_host_needed(const struct plan *plan);
 // On a CPU device and host share one memory, so both are needed; on a GPU the device's bytes.
 size_t plan_needed(const struct plan *plan, int64_t ranks);
 

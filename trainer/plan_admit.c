@@ -152,6 +152,29 @@ static int refuse(const struct plan_subject *subject, const struct config *confi
     return error_add(err, "dtrain plan --fit looks further");
 }
 
+// Beside a GPU, the host's part is memory of its own, most of it pinned.
+static int check_host(const struct plan *plan, struct error *err)
+{
+    size_t available = 0, total = 0, needed = plan_host_needed(plan);
+    char need[BYTE_SIZE_TEXT], have[BYTE_SIZE_TEXT], text[BYTE_SIZE_TEXT], parts[512] = "";
+    size_t at = 0;
+    if (strcmp(plan->execution.device, "cpu") == 0)
+        return 0;
+    backend_cpu()->memory(&available, &total);
+    if (needed <= available)
+        return 0;
+    for (size_t i = 0; i < plan->host_count && at < sizeof(parts); i++)
+        at +=
+            (size_t)snprintf(parts + at, sizeof(parts) - at, "%s%s %s", i > 0 ? ", " : "",
+                             plan->host[i].name, byte_size_text((double)plan->host[i].bytes, text));
+    error_set(err, "this run needs %s of host memory, %s are available",
+              byte_size_text((double)needed, need), byte_size_text((double)available, have));
+    return error_add(err,
+                     "  %s\nfewer data.prefetch_rows, a smaller data.seq_len or fewer "
+                     "drafter.layers need less",
+                     parts);
+}
+
 // What was cut below the usual, once it is known to fit.
 static void log_cut(const struct plan *plan)
 {
@@ -182,6 +205,8 @@ int plan_admit(struct session *session, bool training, bool frozen, size_t *plan
         plan_make(&plan, &subject, session->config, frozen ? &session->execution : NULL, err);
     if (status == 0 && !plan.fits)
         status = refuse(&subject, session->config, &plan, frozen, err);
+    if (status == 0)
+        status = check_host(&plan, err);
     if (status == 0 && !frozen)
         log_cut(&plan);
     if (status == 0)
