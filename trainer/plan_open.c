@@ -105,7 +105,7 @@ static void sum_documents(struct plan_documents *d, const struct headers *header
             squares += (double)length * (double)length;
         }
     }
-    d->mean_square = d->tokens > 0 ? squares / (double)d->tokens : 0.0;
+    d->mean_length = d->tokens > 0 ? squares / (double)d->tokens : 0.0;
 }
 
 static int check_target(const struct shard *shard, const struct target *target, struct error *err)

@@ -36,7 +36,7 @@ static void count_rows(struct plan_work *w, const struct plan *plan, const struc
     w->scored = w->anchors * drafts;
     w->teachers = tokens * (1.0 - exp(-w->scored / tokens));
     w->guessed = documents->tokens == 0;
-    double length = w->guessed ? tokens : documents->mean_square;
+    double length = w->guessed ? tokens : documents->mean_length;
     for (int64_t l = 0; l < s->layers; l++)
         w->visible +=
             visible_positions(length, s->sliding[l] ? (double)s->window : 0.0) / (double)s->layers;

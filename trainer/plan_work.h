@@ -8,7 +8,7 @@
 struct plan_documents {
     int64_t shards, documents, tokens; // 0: no shards yet
     double file_bytes;
-    double mean_square; // sum of squared lengths, each cut to seq_len, over the sum of lengths
+    double mean_length; // of the document that a token is in, cut to seq_len
 };
 
 // Of one optimizer step, all rows together; every anchor drawn, every token supervised.
