@@ -15,7 +15,7 @@ struct row {
     int64_t *doc_offsets;         // [D + 1] tokens
     uint64_t *doc_ids;            // [D]
     const struct document **docs; // [D], borrowed
-    uint8_t *blank;               // [T] 1 in bad documents: their features count as 0
+    uint8_t *blank;               // [T] 1 in bad documents, whose features are zeros
     int64_t bad_documents;
     bf16 *hidden;        // [T, P, H], memory of the given allocator (pinned for a GPU)
     uint64_t epoch;      // for the random numbers keyed by epoch

@@ -48,6 +48,8 @@ struct dflash {
     const struct row *row; // between context_forward and the last group
     const bf16 *features;
     enum noise_kind noise; // of the row
+    const void *fc_in;     // [T, L * H], rows fc_stride elements apart
+    int64_t fc_stride;
     // Gradients of matrices that nothing has been added to: the next product overwrites what is there.
     bool fresh_layers, fresh_fc;
     int64_t blocks; // of the group in flight

@@ -205,17 +205,30 @@ static void context_input_backward(struct dflash *d, const struct backend *backe
                                    struct stream *stream)
 {
     struct dflash_buffers *b = d->buffers;
+    enum dtype type = d->options.compute;
     int64_t t = d->row->tokens;
     backend->kernels->convert(stream, &(struct convert){.count = t * d->options.sizes->hidden,
                                                         .from = b->dcontext,
                                                         .to = b->dcontext_rows,
                                                         .from_type = DTYPE_F32,
-                                                        .to_type = d->options.compute});
+                                                        .to_type = type});
     norm_backward(d, backend, stream, t, b->fused, b->fused_rstd, &b->hidden_norm, b->dcontext_rows,
                   b->dcontext_rows, false);
     if (!dflash_keeps_cheap(&d->options))
         dflash_load_context(d, backend, stream);
-    weight_backward(d, backend, stream, t, b->dcontext_rows, b->context_in, &b->fc, d->fresh_fc);
+    backend->kernels->gemm(stream, &(struct gemm){.m = b->fc.rows,
+                                                  .n = b->fc.columns,
+                                                  .k = t,
+                                                  .transpose_a = true,
+                                                  .alpha = 1.0f,
+                                                  .beta = d->fresh_fc ? 0.0f : 1.0f,
+                                                  .a = b->dcontext_rows,
+                                                  .b = d->fc_in,
+                                                  .ldb = d->fc_stride,
+                                                  .c = b->fc.grad,
+                                                  .a_type = type,
+                                                  .b_type = type,
+                                                  .c_type = DTYPE_F32});
     d->fresh_fc = false;
 }
 

@@ -98,6 +98,9 @@ void dflash_load_context(struct dflash *d, const struct backend *backend, struct
 {
     const struct dflash_options *o = &d->options;
     struct dflash_buffers *b = d->buffers;
+    d->fc_in = dflash_reads_features(o) ? (const void *)d->features : b->context_in;
+    if (dflash_reads_features(o))
+        return;
     backend->kernels->context_load(stream, &(struct context_load){.tokens = d->row->tokens,
                                                                   .planes = o->planes,
                                                                   .layers = o->sizes->features,
@@ -167,7 +170,18 @@ void dflash_context_forward(struct dflash *d, const struct backend *backend, str
     d->noise = noisy ? o->noise : NOISE_KIND_NONE;
     row_inputs(d, backend, stream, seed);
     dflash_load_context(d, backend, stream);
-    dflash_linear(d, backend, stream, t, b->context_in, &b->fc, NULL, b->fused);
+    backend->kernels->gemm(stream, &(struct gemm){.m = t,
+                                                  .n = s->hidden,
+                                                  .k = b->fc.columns,
+                                                  .transpose_b = true,
+                                                  .alpha = 1.0f,
+                                                  .a = d->fc_in,
+                                                  .lda = d->fc_stride,
+                                                  .b = b->fc.weight,
+                                                  .c = b->fused,
+                                                  .a_type = o->compute,
+                                                  .b_type = o->compute,
+                                                  .c_type = o->compute});
     struct rms_norm norm = dflash_norm(d, t, b->fused, &b->hidden_norm, b->context, b->fused_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);
     for (int64_t l = 0; l < s->layers; l++) {

@@ -40,7 +40,7 @@ struct dflash_buffers {
     struct dflash_tensor fc, hidden_norm, norm;
     float *cos, *sin; // [max_tokens + B, head_dim / 2]
     // context
-    void *context_in;    // [T, L * H]
+    void *context_in;    // [T, L * H]; none where fc reads the features themselves
     void *fused;         // [T, H] fc output
     float *fused_rstd;   // [T]
     void *context;       // [T, H] c
@@ -79,7 +79,10 @@ bool dflash_keeps_cheap(const struct dflash_options *options);
 const void *dflash_at(const void *base, enum dtype type, int64_t elements);
 void *dflash_at_mutable(void *base, enum dtype type, int64_t elements);
 
-// Fills context_in from the row's features, the noise keys, positions and blanks on the backend.
+// Whether the features are what fc reads as they are: the first planes in order, bf16, without noise.
+// (Those of bad documents are zeros already.)
+bool dflash_reads_features(const struct dflash_options *options);
+// Makes fc_in from the row's features, and the noise keys, positions and blanks on the backend.
 void dflash_load_context(struct dflash *d, const struct backend *backend, struct stream *stream);
 // out[rows, weight.rows] = in[rows, weight.columns] weight^T (+ add)
 void dflash_linear(const struct dflash *d, const struct backend *backend, struct stream *stream,

@@ -21,6 +21,21 @@ bool dflash_keeps_cheap(const struct dflash_options *options)
     return options->training && options->recompute == RECOMPUTE_LEVEL_NONE;
 }
 
+bool dflash_reads_features(const struct dflash_options *options)
+{
+    bool in_order = true;
+    for (int64_t l = 0; l < options->sizes->features; l++)
+        in_order = in_order && options->plane[l] == l;
+    return in_order && options->compute == DTYPE_BF16 && options->noise == NOISE_KIND_NONE;
+}
+
+// Elements between rows of what fc reads.
+static int64_t fc_stride(const struct dflash_options *options)
+{
+    int64_t planes = dflash_reads_features(options) ? options->planes : options->sizes->features;
+    return planes * options->sizes->hidden;
+}
+
 static struct dflash_tensor find(const struct dflash_options *o, const char *name)
 {
     const struct param *param = params_find(o->params, name);
@@ -81,7 +96,7 @@ static void plan_context(struct dflash *d, struct arena *arena)
     const char *group = "context";
     b->cos = take(arena, group, -1, "rope_cos", DTYPE_F32, t + s->block_size, s->head_dim / 2);
     b->sin = take(arena, group, -1, "rope_sin", DTYPE_F32, t + s->block_size, s->head_dim / 2);
-    if (dflash_keeps_cheap(o))
+    if (dflash_keeps_cheap(o) && !dflash_reads_features(o))
         b->context_in = take(arena, group, -1, "context_in", o->compute, t, s->features * h);
     b->fused = take(arena, group, -1, "fused", o->compute, t, h);
     b->fused_rstd = take(arena, group, -1, "fused_rstd", DTYPE_F32, t, 1);
@@ -108,7 +123,7 @@ static void plan_context_scratch(struct dflash *d, struct arena *arena)
     struct dflash_buffers *b = d->buffers;
     int64_t t = o->max_tokens, h = s->hidden, kv = s->kv_heads * s->head_dim;
     const char *group = "context";
-    if (!dflash_keeps_cheap(o))
+    if (!dflash_keeps_cheap(o) && !dflash_reads_features(o))
         b->context_in = take(arena, group, -1, "context_in", o->compute, t, s->features * h);
     if (!o->training)
         return;
@@ -191,7 +206,7 @@ static void plan_backward(struct dflash *d, struct arena *arena)
 void dflash_plan(struct dflash *d, const struct dflash_options *options, struct arena *arena)
 {
     BUG_UNLESS(options->group_rows % options->sizes->block_size == 0);
-    *d = (struct dflash){.options = *options};
+    *d = (struct dflash){.options = *options, .fc_stride = fc_stride(options)};
     d->layers = memory_alloc((size_t)options->sizes->layers, sizeof(*d->layers));
     d->buffers = memory_alloc(1, sizeof(*d->buffers));
     const struct dflash_options *o = &d->options;
