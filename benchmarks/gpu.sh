@@ -6,7 +6,7 @@
 #   tests      the kernel tests op by op, with and without the paths for some GPUs only; ctest -L cuda;
 #              steps in fp32 against the CPU, 50 steps twice
 #   sanitizer  compute-sanitizer (memcheck, racecheck, initcheck) on the kernel tests
-#   kernels, attention, loss, data   times of the parts
+#   kernels, gemm, attention, loss, data   times of the parts (CASES: part of the names of the loss's)
 #   steps      whole steps at real sizes (STEPS: settings of step.py, "all" by default)
 #   peer       the same steps in the published speculators package, and ours beside them (PEER: a folder of wheels
 #              that collect_peer.py has filled, .peer by default); it is compiled beside the build and the checks
@@ -23,7 +23,7 @@ OUT=${OUT:-$BUILD}
 logs=$BUILD/logs
 table=$BUILD/table.txt
 begin=$(date +%s)
-sections=" ${*:-build tests sanitizer kernels attention loss data steps} "
+sections=" ${*:-build tests sanitizer kernels gemm attention loss data steps} "
 OPS=$(sed -n 's/^ *X(\([a-z_]*\)).*/\1/p' kernels/kernels.h)
 INPUTS=/dev/shm/dtrain-step
 (($(df --output=avail -k /dev/shm | tail -n 1) > 16000000)) || INPUTS=/tmp/dtrain-step
@@ -45,8 +45,8 @@ finish() {
     # Checks that passed are counted; what failed and what was timed has its own line.
     grep ' ok ' "$table" | awk '{print $1}' | sort | uniq -c | awk '{printf "%s %s ok; ", $1, $2} END {print ""}'
     grep -v ' ok ' "$table" | sort
-    for name in prepare kernels attention loss data steps peer; do
-        [ -s "$logs/$name.log" ] && { echo "-- $name"; tail -n 30 "$logs/$name.log" | cut -c1-200; }
+    for name in prepare kernels gemm attention loss data steps peer; do
+        [ -s "$logs/$name.log" ] && { echo "-- $name"; tail -n 40 "$logs/$name.log" | cut -c1-200; }
     done
 }
 trap finish EXIT
@@ -148,10 +148,10 @@ wait
 unset OMP_NUM_THREADS
 [ -s "$logs/check.log" ] && cut -c1-200 "$logs/check.log"
 
-wanted kernels && check "${LIMIT:-60}" "timed kernels" kernels "$BUILD/benchmarks/bench_kernels" --device cuda --sizes "${SIZES:-v4}" --tune 0.1
-for name in attention loss; do
-    wanted $name && check "${LIMIT:-60}" "timed $name" $name "$BUILD/benchmarks/bench_$name"
-done
+wanted kernels && check "${LIMIT:-60}" "timed kernels" kernels "$BUILD/benchmarks/bench_kernels" --device cuda --sizes v4
+wanted gemm && check "${LIMIT:-60}" "timed gemm" gemm "$BUILD/benchmarks/bench_gemm"
+wanted attention && check "${LIMIT:-60}" "timed attention" attention "$BUILD/benchmarks/bench_attention"
+wanted loss && check "${LIMIT:-60}" "timed loss" loss "$BUILD/benchmarks/bench_loss" cuda "${CASES:-v4}"
 wanted data && check "${LIMIT:-60}" "timed data" data "$BUILD/benchmarks/bench_data" "$BUILD"
 wanted steps && check "${STEPS_LIMIT:-300}" "timed steps" steps python3 benchmarks/step.py --dtrain "$BUILD/dtrain" \
     --settings "${STEPS:-all}" --folder $INPUTS --json "$OUT/steps.json"
