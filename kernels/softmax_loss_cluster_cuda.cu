@@ -41,6 +41,7 @@ struct exchange {
     float warp_sum[LOSS_WARPS][SUM_COUNT];
     double sum_mail[MOST_CTAS][SUM_COUNT];
     struct loss_gradient gradient;
+    struct loss_softmax teacher; // thread 0's, in the CTA of rank 0
     unsigned long long barrier[2], sum_barrier;
 };
 
@@ -48,6 +49,12 @@ struct place {
     int32_t rank, ctas;   // in the cluster
     int32_t begin, count; // elements of the row in this CTA's slice
     int32_t chunks;       // of the slice
+};
+
+// Where rows' records and sums go.
+struct output {
+    struct loss_record *records; // [rows]
+    struct loss_part *parts;     // [rows, CTAs, warps]
 };
 
 static __device__ __forceinline__ uint32_t shared_address(const void *p)
@@ -180,6 +187,7 @@ template <typename Logit> struct feed {
     int32_t row, end;              // of the cluster
     int32_t teacher, next_teacher; // rows of the teacher: of `row`, of the one after it
     bool is_teacher;               // of the source
+    uint32_t fresh;                // bit r % 32: row r has another teacher than the row before
 };
 
 // Shared address of this thread's first unit in the ring's first slot.
@@ -208,6 +216,8 @@ feed_row(struct feed<Logit> *f, const struct softmax_loss &op, const struct plac
         f->row++;
         f->teacher = f->next_teacher;
         f->is_teacher = op.teacher != NULL && f->teacher != before;
+        uint32_t bit = 1u << f->row % 32;
+        f->fresh = f->is_teacher ? f->fresh | bit : f->fresh & ~bit;
         if (op.teacher != NULL && f->row + 1 < f->end)
             f->next_teacher = op.teacher_row[f->row + 1];
     }
@@ -249,6 +259,7 @@ feed_begin(const struct softmax_loss &op, const struct place &at, const unsigned
     f.teacher = -1;
     f.next_teacher = op.teacher != NULL ? op.teacher_row[begin] : -1;
     f.is_teacher = false;
+    f.fresh = 0;
     feed_row(&f, op, at);
     uint32_t slot = ring_first(ring);
 #pragma unroll 1
@@ -458,21 +469,32 @@ static __device__ __forceinline__ void exchange_sums(struct exchange *x, const s
     }
 }
 
-// A token of the row that may be a target: notes its logit, and subtracts the target from the gradient.
-// item: in this thread's slice, negative where it is not its own.
-static __device__ __forceinline__ void hit_target(int32_t item, float target, float *logit,
-                                                  int chunk, const float z[LOSS_ITEMS],
+// Notes the student's logit of a token, where it is this thread's: from the ring, since an index into
+// registers would move them to memory.
+template <typename Logit>
+static __device__ __forceinline__ void note_logit(int32_t item, uint32_t first,
+                                                  const unsigned char *ring, float *logit)
+{
+    typedef layout<Logit> lay;
+    if (item < 0)
+        return;
+    uint32_t slot = first + item / LOSS_ITEMS * lay::SLOT_BYTES;
+    if (slot >= shared_address(ring) + lay::SLOTS * lay::SLOT_BYTES)
+        slot -= lay::SLOTS * lay::SLOT_BYTES;
+    int32_t j = item % LOSS_ITEMS;
+    slot += j / lay::UNIT * LOSS_THREADS * 16 + j % lay::UNIT * (int32_t)sizeof(Logit);
+    *logit = load((const Logit *)(ring + (slot - shared_address(ring))), 0);
+}
+
+// Subtracts a token's target from its gradient, where it is in this chunk of this thread.
+static __device__ __forceinline__ void hit_target(int32_t item, float target, int chunk,
                                                   float value[LOSS_ITEMS])
 {
     if (item >> 3 != chunk)
         return;
-    float own = 0.0f;
 #pragma unroll
-    for (int j = 0; j < LOSS_ITEMS; j++) {
-        own += item % LOSS_ITEMS == j ? z[j] : 0.0f;
+    for (int j = 0; j < LOSS_ITEMS; j++)
         value[j] -= item % LOSS_ITEMS == j ? target : 0.0f;
-    }
-    *logit = own;
 }
 
 // What the gradient of kl and ce is made of.
@@ -493,7 +515,8 @@ kl_chunk(const float z[LOSS_ITEMS], const float t[LOSS_ITEMS], const struct loss
         overlap += fminf(q * scale.overlap, p);
         if (p != 0.0f)
             kl = fmaf(p, d, kl);
-        value[j] = fmaf(q, scale.q, -(p * scale.p));
+        // Not fused: exactly 0 where both agree.
+        value[j] = __fsub_rn(__fmul_rn(q, scale.q), __fmul_rn(p, scale.p));
     }
     part->overlap += overlap;
     part->kl += kl;
@@ -533,10 +556,11 @@ add_sums(const float t[CHUNKS][LOSS_ITEMS], uint32_t slot, const struct place &a
 // Where a CTA of the cluster is in its work.
 template <typename Logit> struct work {
     struct feed<Logit> feed;
-    uint32_t slot;   // the running row's first
-    int32_t count;   // rows done
-    int32_t teacher; // row that the registers hold
-    struct loss_softmax teacher_softmax;
+    uint32_t slot; // the running row's first
+    int32_t count; // rows done
+    // the teacher in the registers
+    float reference, sum; // sum: NaN where it has no distribution
+    int32_t top_item;     // its argmax, see own_item
 };
 
 // The last pass over a row of kl and ce: sums and gradient; its slots are refilled.
@@ -544,11 +568,10 @@ template <typename Logit, typename Out>
 static __device__ __forceinline__ struct loss_part
 kl_pass(struct work<Logit> *w, const float t[CHUNKS][LOSS_ITEMS], const struct softmax_loss &op,
         const struct place &at, const unsigned char *ring, const struct loss_pair &pair,
-        int32_t label, struct loss_record *record, Out *out)
+        int32_t label, Out *out)
 {
     struct loss_part part = {0.0f, 0.0f};
-    int32_t top_item = own_item<Logit>(at, w->teacher_softmax.argmax),
-            label_item = own_item<Logit>(at, label);
+    int32_t label_item = own_item<Logit>(at, label);
     float ce = op.weight[LOSS_CE_TEACHER] + (label >= 0 ? op.weight[LOSS_CE_DATA] : 0.0f);
     struct kl_scales scale = {pair.q_inverse / pair.p_inverse,
                               (op.weight[LOSS_KL] + ce) * pair.q_inverse,
@@ -559,8 +582,8 @@ kl_pass(struct work<Logit> *w, const float t[CHUNKS][LOSS_ITEMS], const struct s
             float z[LOSS_ITEMS], value[LOSS_ITEMS];
             take(z, w->slot, (const Logit *)NULL);
             kl_chunk(z, t[g], pair, scale, &part, value);
-            hit_target(top_item, op.weight[LOSS_CE_TEACHER], &record->top_logit, g, z, value);
-            hit_target(label_item, op.weight[LOSS_CE_DATA], &record->label_logit, g, z, value);
+            hit_target(w->top_item, op.weight[LOSS_CE_TEACHER], g, value);
+            hit_target(label_item, op.weight[LOSS_CE_DATA], g, value);
             if (out != NULL)
                 store_chunk<Logit>(out, at, g, value);
             feed_chunk(&w->feed, w->slot, op, at);
@@ -577,11 +600,9 @@ static __device__ __forceinline__ void
 general_pass(struct work<Logit> *w, const float t[CHUNKS][LOSS_ITEMS],
              const struct softmax_loss &op, const struct place &at, const unsigned char *ring,
              const struct loss_pair &pair, const struct loss_needs &needs,
-             const struct loss_gradient &gradient, int32_t label, struct loss_record *record,
-             Out *out)
+             const struct loss_gradient &gradient, int32_t label, Out *out)
 {
-    int32_t top_item = own_item<Logit>(at, w->teacher_softmax.argmax),
-            label_item = own_item<Logit>(at, label);
+    int32_t label_item = own_item<Logit>(at, label);
 #pragma unroll
     for (int g = 0; g < CHUNKS; g++)
         if (g < at.chunks) {
@@ -590,8 +611,8 @@ general_pass(struct work<Logit> *w, const float t[CHUNKS][LOSS_ITEMS],
 #pragma unroll
             for (int j = 0; j < LOSS_ITEMS; j++)
                 value[j] = loss_gradient_at(gradient, loss_element_of(pair, needs, z[j], t[g][j]));
-            hit_target(top_item, op.weight[LOSS_CE_TEACHER], &record->top_logit, g, z, value);
-            hit_target(label_item, op.weight[LOSS_CE_DATA], &record->label_logit, g, z, value);
+            hit_target(w->top_item, op.weight[LOSS_CE_TEACHER], g, value);
+            hit_target(label_item, op.weight[LOSS_CE_DATA], g, value);
             if (out != NULL)
                 store_chunk<Logit>(out, at, g, value);
             feed_chunk(&w->feed, w->slot, op, at);
@@ -599,9 +620,10 @@ general_pass(struct work<Logit> *w, const float t[CHUNKS][LOSS_ITEMS],
         }
 }
 
-// The gradient's coefficients and, for the results, the sums, which the other CTAs have as well.
+// The gradient's coefficients in shared memory and, for the results, the sums, which the other CTAs
+// have as well.
 template <typename Logit>
-static __device__ __forceinline__ struct loss_gradient
+static __device__ __forceinline__ void
 general_gradient(struct work<Logit> *w, const float t[CHUNKS][LOSS_ITEMS],
                  const struct softmax_loss &op, const struct place &at, struct exchange *x,
                  const unsigned char *ring, const struct loss_pair &pair,
@@ -617,46 +639,69 @@ general_gradient(struct work<Logit> *w, const float t[CHUNKS][LOSS_ITEMS],
             record->sum[i] = total[i];
     }
     __syncthreads();
-    return x->gradient;
+}
+
+// Reads what is new of row r and exchanges statistics: constants of the pair of rows.
+template <typename Logit>
+static __device__ __forceinline__ struct loss_pair
+row_begin(struct work<Logit> *w, float t[CHUNKS][LOSS_ITEMS], const struct softmax_loss &op,
+          const struct place &at, struct exchange *x, const unsigned char *ring, int32_t r,
+          struct loss_record *record)
+{
+    bool fresh = w->feed.fresh >> r % 32 & 1u;
+    struct loss_softmax teacher = {0.0f, 1.0f, -1};
+    if (fresh) {
+        struct loss_running seen = take_teacher(t, &w->slot, &w->feed, op, at, ring);
+        teacher = loss_warp(seen, index_of<Logit>(at, seen.group, seen.item));
+    }
+    struct loss_running seen = see_student<Logit>(w->slot, at, ring);
+    struct loss_softmax student = loss_warp(seen, index_of<Logit>(at, seen.group, seen.item));
+    exchange_statistics(x, at, w->count, fresh, &student, &teacher);
+    if (fresh) {
+        w->reference = loss_reference(teacher.max);
+        w->sum = teacher.max == -INFINITY ? NAN : teacher.sum;
+        w->top_item = own_item<Logit>(at, teacher.argmax);
+    }
+    if (at.rank == 0 && threadIdx.x == 0) {
+        if (fresh)
+            x->teacher = teacher;
+        record->student = student;
+        record->teacher = x->teacher;
+    }
+    struct loss_pair pair;
+    pair.q_reference = loss_reference(student.max);
+    pair.q_inverse = loss_inverse(student);
+    pair.p_reference = w->reference;
+    pair.p_inverse = 1.0f / w->sum;
+    pair.shift = loss_shift(pair, student.sum, w->sum);
+    return pair;
 }
 
 template <typename Logit, typename Out, bool KL_ONLY>
 static __device__ __forceinline__ void
 row_run(struct work<Logit> *w, float t[CHUNKS][LOSS_ITEMS], const struct softmax_loss &op,
-        const struct place &at, struct exchange *x, const unsigned char *ring, int64_t r,
-        struct loss_record *record, struct loss_part *parts)
+        const struct place &at, struct exchange *x, const unsigned char *ring, int32_t r,
+        const struct output &output)
 {
-    int32_t teacher = op.teacher != NULL ? op.teacher_row[r] : -1, label = op.label[r];
-    bool fresh = teacher != w->teacher;
+    int32_t label = op.label[r];
     bug_unless(label < op.vocab);
-    if (fresh) {
-        struct loss_running seen = take_teacher(t, &w->slot, &w->feed, op, at, ring);
-        w->teacher_softmax = loss_warp(seen, index_of<Logit>(at, seen.group, seen.item));
-        w->teacher = teacher;
-    }
-    struct loss_running seen = see_student<Logit>(w->slot, at, ring);
-    struct loss_softmax student = loss_warp(seen, index_of<Logit>(at, seen.group, seen.item));
-    exchange_statistics(x, at, w->count, fresh, &student, &w->teacher_softmax);
-
-    if (at.rank == 0 && threadIdx.x == 0) {
-        record->student = student;
-        record->teacher = w->teacher_softmax;
-    }
-    const struct loss_pair pair = loss_pair_of(student, w->teacher_softmax);
+    struct loss_record *record = output.records + r;
+    const struct loss_pair pair = row_begin(w, t, op, at, x, ring, r, record);
+    note_logit<Logit>(w->top_item, w->slot, ring, &record->top_logit);
+    note_logit<Logit>(own_item<Logit>(at, label), w->slot, ring, &record->label_logit);
     Out *out = NULL;
     if (op.gradient != NULL)
         out = (Out *)op.gradient + r * op.gradient_stride + at.begin;
     if (KL_ONLY) {
-        struct loss_part part = kl_pass<Logit, Out>(w, t, op, at, ring, pair, label, record, out);
+        struct loss_part part = kl_pass<Logit, Out>(w, t, op, at, ring, pair, label, out);
         part.overlap = warp_sum(part.overlap);
         part.kl = warp_sum(part.kl);
         if (threadIdx.x % WARP == 0)
-            parts[at.rank * LOSS_WARPS + threadIdx.x / WARP] = part;
+            output.parts[(r * at.ctas + at.rank) * LOSS_WARPS + threadIdx.x / WARP] = part;
     } else {
         const struct loss_needs needs = loss_needs_of(op.weight);
-        struct loss_gradient gradient =
-            general_gradient(w, t, op, at, x, ring, pair, needs, label, record);
-        general_pass<Logit, Out>(w, t, op, at, ring, pair, needs, gradient, label, record, out);
+        general_gradient(w, t, op, at, x, ring, pair, needs, label, record);
+        general_pass<Logit, Out>(w, t, op, at, ring, pair, needs, x->gradient, label, out);
     }
     w->count++;
 }
@@ -678,8 +723,8 @@ static __device__ __forceinline__ struct place place_make(const struct softmax_l
 
 template <typename Logit, typename Out, bool KL_ONLY>
 static __global__ void __launch_bounds__(LOSS_THREADS, 1)
-    cluster_kernel(const __grid_constant__ struct softmax_loss op, struct loss_record *records,
-                   struct loss_part *parts)
+    cluster_kernel(const __grid_constant__ struct softmax_loss op,
+                   const __grid_constant__ struct output output)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
     extern __shared__ __align__(128) unsigned char ring[];
@@ -695,7 +740,8 @@ static __global__ void __launch_bounds__(LOSS_THREADS, 1)
 
     // Consecutive rows; no cluster is without one.
     int64_t clusters = gridDim.x / at.ctas, cluster = blockIdx.x / at.ctas;
-    int64_t begin = op.rows * cluster / clusters, end = op.rows * (cluster + 1) / clusters;
+    int32_t begin = (int32_t)(op.rows * cluster / clusters),
+            end = (int32_t)(op.rows * (cluster + 1) / clusters);
     float t[CHUNKS][LOSS_ITEMS];
 #pragma unroll
     for (int g = 0; g < CHUNKS; g++)
@@ -703,19 +749,21 @@ static __global__ void __launch_bounds__(LOSS_THREADS, 1)
         for (int j = 0; j < LOSS_ITEMS; j++)
             t[g][j] = -INFINITY;
     struct work<Logit> w;
-    w.feed = feed_begin<Logit>(op, at, ring, (int32_t)begin, (int32_t)end);
+    w.feed = feed_begin<Logit>(op, at, ring, begin, end);
     w.slot = ring_first(ring);
     w.count = 0;
-    w.teacher = -1;
-    w.teacher_softmax = {0.0f, 1.0f, -1};
-    for (int64_t r = begin; r < end; r++)
-        row_run<Logit, Out, KL_ONLY>(&w, t, op, at, &x, ring, r, records + r,
-                                     parts + r * at.ctas * LOSS_WARPS);
+    w.reference = 0.0f;
+    w.sum = 1.0f;
+    w.top_item = -1;
+    if (threadIdx.x == 0)
+        x.teacher = {0.0f, 1.0f, -1};
+    for (int32_t r = begin; r < end; r++)
+        row_run<Logit, Out, KL_ONLY>(&w, t, op, at, &x, ring, r, output);
     cluster_sync(); // no CTA leaves while others may still write to it
 #endif
 }
 
-typedef void cluster_fn(struct softmax_loss, struct loss_record *, struct loss_part *);
+typedef void cluster_fn(struct softmax_loss, struct output);
 
 // The instance for this call, NULL where there is none.
 template <bool KL_ONLY> cluster_fn *cluster_function(const struct softmax_loss *op)
@@ -777,9 +825,10 @@ bool loss_cluster(struct stream *stream, const struct softmax_loss *op)
     if (clusters > op->rows)
         clusters = (int)op->rows;
     config.gridDim.x = (unsigned)(clusters * ctas);
-    struct loss_record *records = (struct loss_record *)stream->workspace;
-    struct loss_part *parts = (struct loss_part *)(records + op->rows);
-    cuda_check(cudaLaunchKernelEx(&config, function, *op, records, parts));
-    loss_finish(stream, op, records, parts, kl_only ? ctas * LOSS_WARPS : 0);
+    struct output output;
+    output.records = (struct loss_record *)stream->workspace;
+    output.parts = (struct loss_part *)(output.records + op->rows);
+    cuda_check(cudaLaunchKernelEx(&config, function, *op, output));
+    loss_finish(stream, op, output.records, output.parts, kl_only ? ctas * LOSS_WARPS : 0);
     return true;
 }

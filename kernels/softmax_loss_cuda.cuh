@@ -206,6 +206,14 @@ struct loss_pair {
     float shift; // log p - log q = t - z + shift
 };
 
+// From the references and the sums.
+static __device__ __forceinline__ float loss_shift(const struct loss_pair &pair, float q_sum,
+                                                   float p_sum)
+{
+    return (pair.q_reference - pair.p_reference + log2f(q_sum / p_sum)) *
+           (float)(1.0 / (double)LOSS_L);
+}
+
 static __device__ __forceinline__ struct loss_pair loss_pair_of(const struct loss_softmax &student,
                                                                 const struct loss_softmax &teacher)
 {
@@ -214,8 +222,7 @@ static __device__ __forceinline__ struct loss_pair loss_pair_of(const struct los
     pair.p_reference = loss_reference(teacher.max);
     pair.q_inverse = loss_inverse(student);
     pair.p_inverse = loss_inverse(teacher);
-    pair.shift = (pair.q_reference - pair.p_reference + log2f(student.sum / teacher.sum)) *
-                 (float)(1.0 / (double)LOSS_L);
+    pair.shift = loss_shift(pair, student.sum, teacher.sum);
     return pair;
 }
 
