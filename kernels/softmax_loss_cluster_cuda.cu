@@ -57,16 +57,16 @@ struct output {
     struct loss_part *parts;     // [rows, CTAs, warps]
 };
 
-static __device__ __forceinline__ uint32_t shared_address(const void *p)
-{
-    return (uint32_t)__cvta_generic_to_shared(p);
-}
-
 // A unit of -inf: what is copied where a slot has more elements than the slice.
 static __device__ const uint4 nothing_fp32 = {0xff800000u, 0xff800000u, 0xff800000u, 0xff800000u};
 static __device__ const uint4 nothing_bf16 = {0xff80ff80u, 0xff80ff80u, 0xff80ff80u, 0xff80ff80u};
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+
+static __device__ __forceinline__ uint32_t shared_address(const void *p)
+{
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
 
 static __device__ __forceinline__ uint32_t remote_address(const void *p, int rank)
 {
