@@ -58,8 +58,10 @@ struct output {
 };
 
 // A unit of -inf: what is copied where a slot has more elements than the slice.
-static __device__ const uint4 nothing_fp32 = {0xff800000u, 0xff800000u, 0xff800000u, 0xff800000u};
-static __device__ const uint4 nothing_bf16 = {0xff80ff80u, 0xff80ff80u, 0xff80ff80u, 0xff80ff80u};
+[[maybe_unused]] static __device__ const uint4 nothing_fp32 = {0xff800000u, 0xff800000u,
+                                                               0xff800000u, 0xff800000u};
+[[maybe_unused]] static __device__ const uint4 nothing_bf16 = {0xff80ff80u, 0xff80ff80u,
+                                                               0xff80ff80u, 0xff80ff80u};
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 
