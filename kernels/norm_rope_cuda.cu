@@ -245,12 +245,14 @@ static __device__ __forceinline__ void rotate_back(const struct head_packs<Gradi
 // dn becomes the gradient of x, and sums get the head's share of dweight; see rms_norm_cuda.cu.
 template <typename Type, int N, int PER>
 static __device__ __forceinline__ void
-norm_backward(const struct norm_rope &op, struct head_packs<Type, N, PER> &x,
-              struct head_packs<float, N, PER> &weight, unsigned lanes,
-              struct head_sums<N, PER> &dn, struct head_sums<N, PER> &sums)
+norm_backward(const struct norm_rope &op, struct head_packs<Type, N, PER> &x, int lane,
+              unsigned lanes, struct head_sums<N, PER> &dn, struct head_sums<N, PER> &sums)
 {
+    int half = (int)op.head_dim / 2;
     float projection = 0.0f;
-    head_hold(weight);
+    // Read again where it is used: the first-level cache has it, registers are few.
+    struct head_packs<float, N, PER> weight;
+    head_load(weight, op.weight, half, lane, (int)lanes, true);
 #pragma unroll
     for (int p = 0; p < PER; p++)
 #pragma unroll
@@ -260,10 +262,11 @@ norm_backward(const struct norm_rope &op, struct head_packs<Type, N, PER> &x,
         }
     float squares = head_sum(head_squares(x), lanes);
     projection = head_sum(projection, lanes);
-    head_hold(weight);
     head_hold(x);
+    head_load(weight, op.weight, half, lane, (int)lanes, true);
     float rstd = 1.0f / sqrtf(squares / (float)op.head_dim + op.eps);
-    float c = (float)((double)projection * (double)rstd * (double)rstd / (double)op.head_dim);
+    float c =
+        (float)((double)projection * (double)rstd * (double)rstd * (1.0 / (double)op.head_dim));
 #pragma unroll
     for (int p = 0; p < PER; p++)
 #pragma unroll
@@ -310,44 +313,79 @@ static __device__ __forceinline__ void store_sums(const struct norm_rope &op,
     }
 }
 
-// Heads in turn over all CTAs. dx may be x or dy: each lane has read what it writes.
+// What a lane reads of a head for its gradient.
+template <typename Type, typename Gradient, int N, int PER> struct head_input {
+    struct head_packs<Gradient, N, PER> dy;
+    struct head_packs<Type, N, PER> x;
+};
+
+// Row and head of an index over all heads; past the last: those of the last row.
+static __device__ __forceinline__ int64_t row_of(const struct norm_rope &op, unsigned index)
+{
+    unsigned row = index / (unsigned)op.heads;
+    return row < op.rows ? row : (unsigned)op.rows - 1;
+}
+
+static __device__ __forceinline__ int64_t head_of(const struct norm_rope &op, unsigned index)
+{
+    return index % (unsigned)op.heads;
+}
+
+template <typename Type, typename Gradient, int N, int PER>
+static __device__ __forceinline__ void
+input_load(struct head_input<Type, Gradient, N, PER> &in, const struct norm_rope &op,
+           const struct head_plan &plan, unsigned index, int lane)
+{
+    int half = (int)op.head_dim / 2, lanes = (int)plan.lanes;
+    bool there = index < plan.items;
+    head_load(in.dy, (const Gradient *)op.dy + (int64_t)index * op.head_dim, half, lane, lanes,
+              there);
+    head_load(in.x,
+              (const Type *)op.x + row_of(op, index) * op.x_stride +
+                  head_of(op, index) * op.head_dim,
+              half, lane, lanes, there && op.weight != NULL);
+}
+
+// Heads in turn over all CTAs, the next on its way where registers suffice. dx may be x: each lane has
+// read what it writes.
 template <typename Type, typename Gradient, int N, int PER>
 static __global__ void __launch_bounds__(BACKWARD_THREADS, N > 1 && sizeof(Type) == 2 ? 2 : 1)
     backward_kernel(struct norm_rope op, struct head_plan plan)
 {
+    enum { AHEAD = N > 1 && sizeof(Type) == 2 && sizeof(Gradient) == 2 };
     unsigned step = gridDim.x * (BACKWARD_THREADS / plan.lanes);
     unsigned index = (blockIdx.x * BACKWARD_THREADS + threadIdx.x) / plan.lanes;
     int lanes = (int)plan.lanes, lane = (int)(threadIdx.x % plan.lanes);
     int half = (int)op.head_dim / 2;
     struct head_sums<N, PER> sums = {
     };
-    struct head_packs<float, N, PER> weight;
-    head_load(weight, op.weight, half, lane, lanes, op.weight != NULL);
+    struct head_input<Type, Gradient, N, PER> now, next;
+    if (AHEAD)
+        input_load(now, op, plan, index, lane);
     // Whole warps go on together: head_sum needs them.
     for (; index / (WARP / plan.lanes) * (WARP / plan.lanes) < plan.items; index += step) {
-        bool there = index < plan.items;
-        int64_t row = there ? index / (unsigned)op.heads : 0, head = index % (unsigned)op.heads;
-        struct head_packs<Gradient, N, PER> dy;
-        struct head_packs<Type, N, PER> x;
-        head_load(dy, (const Gradient *)op.dy + (int64_t)index * op.head_dim, half, lane, lanes,
-                  there);
-        head_load(x, (const Type *)op.x + row * op.x_stride + head * op.head_dim, half, lane, lanes,
-                  there && op.weight != NULL);
+        if (AHEAD)
+            input_load(next, op, plan, index + step, lane);
+        else
+            input_load(now, op, plan, index, lane);
         struct angles<N, PER> angles;
         struct head_sums<N, PER> dn;
-        angles_load(angles, op, row, lane, lanes);
-        rotate_back(dy, angles, dn);
+        angles_load(angles, op, row_of(op, index), lane, lanes);
+        rotate_back(now.dy, angles, dn);
         if (op.weight != NULL)
-            norm_backward(op, x, weight, plan.lanes, dn, sums);
-        Type *dx = (Type *)op.dx + row * op.dx_stride + head * op.head_dim;
+            norm_backward(op, now.x, lane, plan.lanes, dn, sums);
+        Type *dx =
+            (Type *)op.dx + row_of(op, index) * op.dx_stride + head_of(op, index) * op.head_dim;
 #pragma unroll
         for (int p = 0; p < PER; p++) {
             int at = pair_at<N>(lane, lanes, p);
-            if (there && at < half) {
+            if (index < plan.items && at < half) {
                 store_values<N>(dx + at, dn.low[p]);
                 store_values<N>(dx + at + half, dn.high[p]);
             }
         }
+        if (AHEAD)
+            now = next;
     }
     if (op.weight != NULL)
         store_sums(op, plan, lane, sums);
