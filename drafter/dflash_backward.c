@@ -69,10 +69,11 @@ static void linear_backward(const struct dflash *d, const struct backend *backen
 }
 
 static void norm_backward(const struct dflash *d, const struct backend *backend,
-                          struct stream *stream, int64_t rows, const void *x, float *rstd,
-                          const struct dflash_tensor *weight, const void *dy, void *dx, bool add)
+                          struct stream *stream, int64_t rows, const void *x, enum dtype x_type,
+                          float *rstd, const struct dflash_tensor *weight, const void *dy, void *dx,
+                          bool add)
 {
-    struct rms_norm norm = dflash_norm(d, rows, x, weight, NULL, rstd);
+    struct rms_norm norm = dflash_norm(d, rows, x, x_type, weight, NULL, rstd);
     norm.dy = dy;
     norm.dx = dx;
     norm.dx_add = add;
@@ -91,9 +92,9 @@ static void recompute(struct dflash *d, const struct backend *backend, struct st
     if (d->options.recompute != RECOMPUTE_LEVEL_CHEAP)
         return;
     struct rms_norm norm =
-        dflash_norm(d, n, layer->x, &layer->input_norm, layer->n1, layer->input_rstd);
+        dflash_norm(d, n, layer->x, DTYPE_F32, &layer->input_norm, layer->n1, layer->input_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);
-    norm = dflash_norm(d, n, layer->mid, &layer->post_norm, layer->n2, layer->post_rstd);
+    norm = dflash_norm(d, n, layer->mid, DTYPE_F32, &layer->post_norm, layer->n2, layer->post_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);
 }
 
@@ -118,8 +119,8 @@ static void mlp_backward(struct dflash *d, const struct backend *backend, struct
     weight_backward(d, backend, stream, n, b->dx, act, &layer->down, d->fresh_layers);
     linear_backward(d, backend, stream, n, layer->gate_up_rows, layer->n2, &layer->gate_up,
                     b->dnorm);
-    norm_backward(d, backend, stream, n, layer->mid, layer->post_rstd, &layer->post_norm, b->dnorm,
-                  b->dx, true);
+    norm_backward(d, backend, stream, n, layer->mid, DTYPE_F32, layer->post_rstd, &layer->post_norm,
+                  b->dnorm, b->dx, true);
 }
 
 static void attention_backward(struct dflash *d, const struct backend *backend,
@@ -159,8 +160,8 @@ static void attention_backward(struct dflash *d, const struct backend *backend,
     backend->kernels->norm_rope_backward(stream, &rope);
 
     linear_backward(d, backend, stream, n, b->dqkv, layer->n1, &layer->qkv, b->dnorm);
-    norm_backward(d, backend, stream, n, layer->x, layer->input_rstd, &layer->input_norm, b->dnorm,
-                  b->dx, true);
+    norm_backward(d, backend, stream, n, layer->x, DTYPE_F32, layer->input_rstd, &layer->input_norm,
+                  b->dnorm, b->dx, true);
 }
 
 // Context keys and values of layer l, whose gradients are complete: adds to dcontext [T, H].
@@ -212,8 +213,8 @@ static void context_input_backward(struct dflash *d, const struct backend *backe
                                                         .to = b->dcontext_rows,
                                                         .from_type = DTYPE_F32,
                                                         .to_type = type});
-    norm_backward(d, backend, stream, t, b->fused, b->fused_rstd, &b->hidden_norm, b->dcontext_rows,
-                  b->dcontext_rows, false);
+    norm_backward(d, backend, stream, t, b->fused, d->options.compute, b->fused_rstd,
+                  &b->hidden_norm, b->dcontext_rows, b->dcontext_rows, false);
     if (!dflash_keeps_cheap(&d->options))
         dflash_load_context(d, backend, stream);
     backend->kernels->gemm(stream, &(struct gemm){.m = b->fc.rows,
@@ -243,8 +244,8 @@ void dflash_group_backward(struct dflash *d, const struct backend *backend, stru
     const struct dflash_sizes *s = d->options.sizes;
     struct dflash_buffers *b = d->buffers;
     BUG_UNLESS(d->options.training);
-    norm_backward(d, backend, stream, d->blocks * s->block_size, b->last, b->last_rstd, &b->norm,
-                  b->dx, b->dx, false);
+    norm_backward(d, backend, stream, d->blocks * s->block_size, b->last, DTYPE_F32, b->last_rstd,
+                  &b->norm, b->dx, b->dx, false);
     for (int64_t l = s->layers - 1; l >= 0; l--) {
         recompute(d, backend, stream, l);
         mlp_backward(d, backend, stream, l);

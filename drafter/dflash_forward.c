@@ -25,16 +25,17 @@ void dflash_linear(const struct dflash *d, const struct backend *backend, struct
                                                   .c = out,
                                                   .a_type = type,
                                                   .b_type = type,
-                                                  .c_type = type});
+                                                  .c_type = add != NULL ? DTYPE_F32 : type});
 }
 
-struct rms_norm dflash_norm(const struct dflash *d, int64_t rows, const void *x,
+struct rms_norm dflash_norm(const struct dflash *d, int64_t rows, const void *x, enum dtype x_type,
                             const struct dflash_tensor *norm, void *y, float *rstd)
 {
     return (struct rms_norm){.rows = rows,
                              .width = norm->rows,
                              .eps = d->options.sizes->eps,
                              .type = d->options.compute,
+                             .x_type = x_type,
                              .x = x,
                              .weight = norm->weight,
                              .y = y,
@@ -182,7 +183,8 @@ void dflash_context_forward(struct dflash *d, const struct backend *backend, str
                                                   .a_type = o->compute,
                                                   .b_type = o->compute,
                                                   .c_type = o->compute});
-    struct rms_norm norm = dflash_norm(d, t, b->fused, &b->hidden_norm, b->context, b->fused_rstd);
+    struct rms_norm norm =
+        dflash_norm(d, t, b->fused, o->compute, &b->hidden_norm, b->context, b->fused_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);
     for (int64_t l = 0; l < s->layers; l++) {
         struct dflash_layer *layer = &d->layers[l];
@@ -235,7 +237,7 @@ void dflash_layer_forward(struct dflash *d, const struct backend *backend, struc
     int64_t kv = s->kv_heads * s->head_dim, stride = q + 2 * kv;
 
     struct rms_norm norm =
-        dflash_norm(d, n, layer->x, &layer->input_norm, layer->n1, layer->input_rstd);
+        dflash_norm(d, n, layer->x, DTYPE_F32, &layer->input_norm, layer->n1, layer->input_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);
     dflash_linear(d, backend, stream, n, layer->n1, &layer->qkv, NULL, layer->qkv_rows);
     struct norm_rope rope = dflash_norm_rope(d, n, s->heads, layer->qkv_rows, stride,
@@ -248,7 +250,7 @@ void dflash_layer_forward(struct dflash *d, const struct backend *backend, struc
     backend->kernels->attention_forward(stream, &attention);
     dflash_linear(d, backend, stream, n, layer->attention, &layer->o, layer->x, layer->mid);
 
-    norm = dflash_norm(d, n, layer->mid, &layer->post_norm, layer->n2, layer->post_rstd);
+    norm = dflash_norm(d, n, layer->mid, DTYPE_F32, &layer->post_norm, layer->n2, layer->post_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);
     dflash_linear(d, backend, stream, n, layer->n2, &layer->gate_up, NULL, layer->gate_up_rows);
     if (out == NULL) // computed again, and the backward pass finds the activations by itself
@@ -278,14 +280,14 @@ const void *dflash_group_forward(struct dflash *d, const struct backend *backend
                                                                 .in_rows = o->embed_rows,
                                                                 .in_stride = s->hidden,
                                                                 .in_type = o->compute,
-                                                                .out_type = o->compute,
+                                                                .out_type = DTYPE_F32,
                                                                 .index = b->ids,
                                                                 .scale = o->embed_scale,
                                                                 .out = d->layers[0].x});
     for (int64_t l = 0; l < s->layers; l++)
         dflash_layer_forward(d, backend, stream, l,
                              l + 1 < s->layers ? d->layers[l + 1].x : b->last);
-    struct rms_norm norm = dflash_norm(d, n, b->last, &b->norm, b->hidden, b->last_rstd);
+    struct rms_norm norm = dflash_norm(d, n, b->last, DTYPE_F32, &b->norm, b->hidden, b->last_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);
     return b->hidden;
 }

@@ -21,7 +21,7 @@ struct dflash_layer {
     float *dcontext_k; // fp32 [T, kv_heads * head_dim] gradient, summed over groups
     float *dcontext_v; // fp32 [T, kv_heads * head_dim]
     // block rows of the group; which of them are a layer's own and which shared: recompute level
-    void *x;            // [N, H] input
+    float *x;           // [N, H] input: the residual stream is fp32
     float *input_rstd;  // [N]
     void *n1;           // [N, H] after input_layernorm
     void *qkv_rows;     // [N, (heads + 2 kv_heads) * head_dim]
@@ -29,7 +29,7 @@ struct dflash_layer {
     void *key;          // [N, kv_heads * head_dim]
     void *attention;    // [N, heads * head_dim]
     float *lse;         // [N, heads]
-    void *mid;          // [N, H] after the attention residual
+    float *mid;         // [N, H] after the attention residual
     float *post_rstd;   // [N]
     void *n2;           // [N, H] after post_attention_layernorm
     void *gate_up_rows; // [N, 2 * intermediate]
@@ -51,7 +51,7 @@ struct dflash_buffers {
     int32_t *ids, *row_positions; // [N]
     int32_t *begin_full, *end;    // [N]
     int32_t *begin_sliding;       // [N]
-    void *last;                   // [N, H] output of the last layer
+    float *last;                  // [N, H] output of the last layer
     float *last_rstd;             // [N]
     void *hidden;                 // [N, H] after the final norm
     // backward
@@ -91,7 +91,7 @@ void dflash_linear(const struct dflash *d, const struct backend *backend, struct
 // Layer `l` from its x to `out`, filling the layer's buffers; NULL: only those up to gate_up_rows.
 void dflash_layer_forward(struct dflash *d, const struct backend *backend, struct stream *stream,
                           int64_t l, void *out);
-struct rms_norm dflash_norm(const struct dflash *d, int64_t rows, const void *x,
+struct rms_norm dflash_norm(const struct dflash *d, int64_t rows, const void *x, enum dtype x_type,
                             const struct dflash_tensor *norm, void *y, float *rstd);
 struct attention dflash_attention(const struct dflash *d, int64_t l);
 struct norm_rope dflash_norm_rope(const struct dflash *d, int64_t rows, int64_t heads,

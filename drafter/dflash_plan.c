@@ -150,7 +150,7 @@ static void plan_layers(struct dflash *d, struct arena *arena, bool scratch)
     bool keep_cheap = dflash_keeps_cheap(o);
     for (int64_t l = 0; l < s->layers; l++) {
         struct dflash_layer *layer = &d->layers[l];
-        LAYER_BUFFER(true, x, "x", o->compute, h);
+        LAYER_BUFFER(true, x, "x", DTYPE_F32, h);
         LAYER_BUFFER(keep, input_rstd, "input_rstd", DTYPE_F32, 1);
         LAYER_BUFFER(keep_cheap, n1, "n1", o->compute, h);
         LAYER_BUFFER(keep, qkv_rows, "qkv", o->compute, q + 2 * kv);
@@ -158,7 +158,7 @@ static void plan_layers(struct dflash *d, struct arena *arena, bool scratch)
         LAYER_BUFFER(keep, key, "k", o->compute, kv);
         LAYER_BUFFER(keep, attention, "attention", o->compute, q);
         LAYER_BUFFER(keep, lse, "lse", DTYPE_F32, s->heads);
-        LAYER_BUFFER(keep, mid, "mid", o->compute, h);
+        LAYER_BUFFER(keep, mid, "mid", DTYPE_F32, h);
         LAYER_BUFFER(keep, post_rstd, "post_rstd", DTYPE_F32, 1);
         LAYER_BUFFER(keep_cheap, n2, "n2", o->compute, h);
         LAYER_BUFFER(keep, gate_up_rows, "gate_up", o->compute, 2 * s->intermediate);
@@ -177,7 +177,7 @@ static void plan_group(struct dflash *d, struct arena *arena)
     b->begin_full = take(arena, group, -1, "begin_full", DTYPE_I32, n, 1);
     b->begin_sliding = take(arena, group, -1, "begin_sliding", DTYPE_I32, n, 1);
     b->end = take(arena, group, -1, "end", DTYPE_I32, n, 1);
-    b->last = take(arena, group, -1, "last", o->compute, n, h);
+    b->last = take(arena, group, -1, "last", DTYPE_F32, n, h);
     b->last_rstd = take(arena, group, -1, "last_rstd", DTYPE_F32, n, 1);
     b->hidden = take(arena, group, -1, "hidden", o->compute, n, h);
     b->dx = b->hidden; // nobody reads hidden any more when its gradient comes

@@ -16,7 +16,8 @@ struct rms_norm {
     int64_t rows, width;
     float eps;
     float weight_offset; // 1 for norms stored as w - 1, else 0
-    enum dtype type;     // of x, y and their gradients: fp32 or bf16
+    enum dtype type;     // of y and both gradients: fp32 or bf16
+    enum dtype x_type;   // of x: the same, or fp32
     const void *x;       // [rows, width]
     const float *weight; // [width] fp32 always: rounding it would shift whole columns
     void *y;             // [rows, width] forward; may be x

@@ -18,7 +18,7 @@ static float row_rstd(const struct rms_norm *norm, const void *x)
     double squares = 0.0;
     for (int64_t first = 0; first < norm->width; first += PIECE) {
         int64_t n = min_i64(PIECE, norm->width - first);
-        piece_load(piece, x, norm->type, first, n);
+        piece_load(piece, x, norm->x_type, first, n);
         squares += (double)piece_dot(piece, piece, n);
     }
     return (float)(1.0 / sqrt(squares / (double)norm->width + (double)norm->eps));
@@ -32,13 +32,13 @@ static KERNEL_CLONES void scale_piece(float *x, const float *scale, float rstd, 
 
 static void forward_row(const struct rms_norm *norm, int64_t row)
 {
-    const void *x = row_at(norm->x, norm->type, row, norm->width);
+    const void *x = row_at(norm->x, norm->x_type, row, norm->width);
     void *y = row_of(norm->y, norm->type, row, norm->width);
     float rstd = row_rstd(norm, x);
     for (int64_t first = 0; first < norm->width; first += PIECE) {
         int64_t n = min_i64(PIECE, norm->width - first);
         float piece[PIECE], scale[PIECE];
-        piece_load(piece, x, norm->type, first, n);
+        piece_load(piece, x, norm->x_type, first, n);
         load_scale(scale, norm, first, n);
         scale_piece(piece, scale, rstd, n);
         piece_store(y, piece, norm->type, first, n);
@@ -61,7 +61,7 @@ static double row_projection(const struct rms_norm *norm, const void *x, const v
     for (int64_t first = 0; first < norm->width; first += PIECE) {
         int64_t n = min_i64(PIECE, norm->width - first);
         float xs[PIECE], dys[PIECE], scale[PIECE];
-        piece_load(xs, x, norm->type, first, n);
+        piece_load(xs, x, norm->x_type, first, n);
         piece_load(dys, dy, norm->type, first, n);
         load_scale(scale, norm, first, n);
         for (int64_t i = 0; i < n; i++)
@@ -88,7 +88,7 @@ static KERNEL_CLONES void backward_piece(struct backward_piece *p, float rstd, f
 
 static void backward_row(const struct rms_norm *norm, int64_t row, float *dweight)
 {
-    const void *x = row_at(norm->x, norm->type, row, norm->width);
+    const void *x = row_at(norm->x, norm->x_type, row, norm->width);
     const void *dy = row_at(norm->dy, norm->type, row, norm->width);
     void *dx = row_of(norm->dx, norm->type, row, norm->width);
     double rstd = (double)norm->rstd[row];
@@ -96,7 +96,7 @@ static void backward_row(const struct rms_norm *norm, int64_t row, float *dweigh
     for (int64_t first = 0; first < norm->width; first += PIECE) {
         int64_t n = min_i64(PIECE, norm->width - first);
         struct backward_piece p;
-        piece_load(p.x, x, norm->type, first, n);
+        piece_load(p.x, x, norm->x_type, first, n);
         piece_load(p.dy, dy, norm->type, first, n);
         load_scale(p.scale, norm, first, n);
         if (norm->dx_add)

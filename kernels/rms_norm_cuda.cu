@@ -53,19 +53,19 @@ static __device__ __forceinline__ float row_sum(float x, float *partial, int thr
     return sum;
 }
 
-template <typename Type, int EACH>
+template <typename X, typename Type, int EACH>
 static __global__ void __launch_bounds__(MOST_THREADS)
     forward_kernel(struct rms_norm op, struct row_plan plan)
 {
     enum { N = of_type<Type>::N };
     __shared__ float partial[MOST_THREADS / WARP];
-    const Type *x = (const Type *)op.x + blockIdx.x * op.width;
+    const X *x = (const X *)op.x + blockIdx.x * op.width;
     Type *y = (Type *)op.y + blockIdx.x * op.width;
-    struct pack<Type, N> xs[EACH];
+    struct pack<X, N> xs[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
         int at = threadIdx.x + e * plan.threads;
-        xs[e] = at < plan.packs ? pack_load_once<N>(x + at * N) : pack_zero<Type, N>();
+        xs[e] = at < plan.packs ? pack_load_once<N>(x + at * N) : pack_zero<X, N>();
     }
     float squares = 0.0f;
 #pragma unroll
@@ -91,11 +91,11 @@ static __global__ void __launch_bounds__(MOST_THREADS)
         op.rstd[blockIdx.x] = rstd;
 }
 
-template <typename Type>
+template <typename X, typename Type>
 static __global__ void __launch_bounds__(THREADS) forward_long_kernel(struct rms_norm op)
 {
     int64_t row = blockIdx.x;
-    const Type *x = (const Type *)op.x + row * op.width;
+    const X *x = (const X *)op.x + row * op.width;
     const float *weight = op.weight;
     Type *y = (Type *)op.y + row * op.width;
     float squares = 0.0f;
@@ -109,21 +109,21 @@ static __global__ void __launch_bounds__(THREADS) forward_long_kernel(struct rms
         op.rstd[row] = rstd;
 }
 
-template <typename Type>
+template <typename X, typename Type>
 static void forward_launch(struct stream *stream, const struct rms_norm *op)
 {
     struct row_plan plan = row_plan_make(op, 8, MOST_THREADS);
     unsigned grid = grid_size(op->rows);
     if (plan.each == 0)
-        forward_long_kernel<Type><<<grid, THREADS, 0, stream->cuda>>>(*op);
+        forward_long_kernel<X, Type><<<grid, THREADS, 0, stream->cuda>>>(*op);
     else if (plan.each == 1)
-        forward_kernel<Type, 1><<<grid, plan.threads, 0, stream->cuda>>>(*op, plan);
+        forward_kernel<X, Type, 1><<<grid, plan.threads, 0, stream->cuda>>>(*op, plan);
     else if (plan.each == 2)
-        forward_kernel<Type, 2><<<grid, plan.threads, 0, stream->cuda>>>(*op, plan);
+        forward_kernel<X, Type, 2><<<grid, plan.threads, 0, stream->cuda>>>(*op, plan);
     else if (plan.each == 4)
-        forward_kernel<Type, 4><<<grid, plan.threads, 0, stream->cuda>>>(*op, plan);
+        forward_kernel<X, Type, 4><<<grid, plan.threads, 0, stream->cuda>>>(*op, plan);
     else
-        forward_kernel<Type, 8><<<grid, plan.threads, 0, stream->cuda>>>(*op, plan);
+        forward_kernel<X, Type, 8><<<grid, plan.threads, 0, stream->cuda>>>(*op, plan);
     launch_check();
 }
 
@@ -132,10 +132,13 @@ void rms_norm_forward_cuda(struct stream *stream, const struct rms_norm *norm)
 {
     if (norm->rows == 0)
         return;
-    if (is_bf16(norm->type))
-        forward_launch<bf16_t>(stream, norm);
+    BUG_UNLESS(norm->x_type == norm->type || norm->x_type == DTYPE_F32);
+    if (is_bf16(norm->x_type))
+        forward_launch<bf16_t, bf16_t>(stream, norm);
+    else if (is_bf16(norm->type))
+        forward_launch<float, bf16_t>(stream, norm);
     else
-        forward_launch<float>(stream, norm);
+        forward_launch<float, float>(stream, norm);
 }
 
 // c of dx = rstd (scale dy - x c): rstd^2 mean(dy scale x)
@@ -146,23 +149,25 @@ static __device__ __forceinline__ float projection_factor(float projection, floa
 }
 
 // What a thread holds of a row.
-template <typename Type, int EACH> struct row_packs {
-    struct pack<Type, of_type<Type>::N> x[EACH], dy[EACH];
+template <typename X, typename Type, int EACH> struct row_packs {
+    struct pack<X, of_type<Type>::N> x[EACH];
+    struct pack<Type, of_type<Type>::N> dy[EACH];
     float rstd;
 };
 
-template <typename Type, int EACH>
+template <typename X, typename Type, int EACH>
 static __device__ __forceinline__ void
-row_load(struct row_packs<Type, EACH> &r, const struct rms_norm &op, const struct row_plan &plan,
+row_load(struct row_packs<X, Type, EACH> &r, const struct rms_norm &op, const struct row_plan &plan,
          int lane, int64_t row, bool there)
 {
     enum { N = of_type<Type>::N };
-    const Type *x = (const Type *)op.x + row * op.width, *dy = (const Type *)op.dy + row * op.width;
+    const X *x = (const X *)op.x + row * op.width;
+    const Type *dy = (const Type *)op.dy + row * op.width;
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
         int at = lane + e * plan.threads;
         bool mine = there && at < plan.packs;
-        r.x[e] = mine ? pack_load_once<N>(x + at * N) : pack_zero<Type, N>();
+        r.x[e] = mine ? pack_load_once<N>(x + at * N) : pack_zero<X, N>();
         r.dy[e] = mine ? pack_load_once<N>(dy + at * N) : pack_zero<Type, N>();
     }
     r.rstd = there ? op.rstd[row] : 0.0f;
@@ -176,9 +181,9 @@ scale_load(const struct rms_norm &op, const struct row_plan &plan, int at) {
 }
 
 // dx of a row, and its share of dweight into sums.
-template <typename Type, int EACH, bool ADD>
+template <typename X, typename Type, int EACH, bool ADD>
 static __device__ __forceinline__ void
-row_finish(const struct row_packs<Type, EACH> &r,
+row_finish(const struct row_packs<X, Type, EACH> &r,
            const struct pack<Type, of_type<Type>::N> (&old)[EACH], const struct rms_norm &op,
            const struct row_plan &plan, int lane, Type *dx, float c,
            float (&sums)[EACH][of_type<Type>::N])
@@ -228,7 +233,7 @@ static __device__ __forceinline__ void store_sums(const float (&sums)[EACH][N], 
 // A part of `size` rows, a group of plan.threads threads for each row, as many rows at a time as there
 // are groups. The next rows are on their way while these are summed. dx may be dy: each thread reads its
 // own elements before it writes them. Two CTAs fit an SM while their registers do.
-template <typename Type, int EACH, bool ADD>
+template <typename X, typename Type, int EACH, bool ADD>
 static __global__ void __launch_bounds__(GROUP_THREADS, EACH <= 2 ? 2 : 1)
     backward_kernel(struct rms_norm op, struct row_plan plan, int64_t size)
 {
@@ -241,7 +246,7 @@ static __global__ void __launch_bounds__(GROUP_THREADS, EACH <= 2 ? 2 : 1)
     int64_t end = first + size < op.rows ? first + size : op.rows;
     struct pack<Type, N> old[EACH];
     float sums[EACH][N] = {};
-    struct row_packs<Type, EACH> now, next;
+    struct row_packs<X, Type, EACH> now, next;
     row_load(now, op, plan, lane, first + group, first + group < end);
     for (int64_t base = first; base < end; base += groups) {
         int64_t row = base + group;
@@ -267,7 +272,7 @@ static __global__ void __launch_bounds__(GROUP_THREADS, EACH <= 2 ? 2 : 1)
         projection = row_sum(projection, partial[turn], plan.threads);
         turn = 1 - turn;
         float c = projection_factor(projection, now.rstd, op.width);
-        row_finish<Type, EACH, ADD>(now, old, op, plan, lane, dx, c, sums);
+        row_finish<X, Type, EACH, ADD>(now, old, op, plan, lane, dx, c, sums);
         now = next;
     }
     if (op.dweight != NULL)
@@ -275,10 +280,10 @@ static __global__ void __launch_bounds__(GROUP_THREADS, EACH <= 2 ? 2 : 1)
 }
 
 // The same with rows read twice; sums [width] of dweight in global memory, NULL: frozen.
-template <typename Type>
+template <typename X, typename Type>
 static __device__ void backward_row(const struct rms_norm &op, int64_t row, float *sums, bool first)
 {
-    const Type *x = (const Type *)op.x + row * op.width;
+    const X *x = (const X *)op.x + row * op.width;
     const float *weight = op.weight;
     const Type *dy = (const Type *)op.dy + row * op.width;
     Type *dx = (Type *)op.dx + row * op.width;
@@ -296,7 +301,7 @@ static __device__ void backward_row(const struct rms_norm &op, int64_t row, floa
     }
 }
 
-template <typename Type>
+template <typename X, typename Type>
 static __global__ void __launch_bounds__(BACKWARD_THREADS)
     backward_long_kernel(struct rms_norm op, int64_t size)
 {
@@ -304,10 +309,10 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS)
     int64_t end = first + size < op.rows ? first + size : op.rows;
     float *sums = op.dweight != NULL ? op.scratch + blockIdx.x * op.width : NULL;
     for (int64_t row = first; row < end; row++)
-        backward_row<Type>(op, row, sums, row == first);
+        backward_row<X, Type>(op, row, sums, row == first);
 }
 
-template <typename Type, int EACH>
+template <typename X, typename Type, int EACH>
 static void backward_packs(struct stream *stream, const struct rms_norm *op,
                            const struct row_plan &plan, int groups, int64_t size)
 {
@@ -315,15 +320,16 @@ static void backward_packs(struct stream *stream, const struct rms_norm *op,
     int threads = groups * plan.threads;
     size_t shared = groups > 1 ? (size_t)op->width * sizeof(float) : 0;
     if (op->dx_add)
-        backward_kernel<Type, EACH, true><<<grid, threads, shared, stream->cuda>>>(*op, plan, size);
+        backward_kernel<X, Type, EACH, true>
+            <<<grid, threads, shared, stream->cuda>>>(*op, plan, size);
     else
-        backward_kernel<Type, EACH, false>
+        backward_kernel<X, Type, EACH, false>
             <<<grid, threads, shared, stream->cuda>>>(*op, plan, size);
     launch_check();
 }
 
 // Returns the number of parts. Each is the work of one CTA.
-template <typename Type>
+template <typename X, typename Type>
 static int64_t backward_launch(struct stream *stream, const struct rms_norm *op)
 {
     struct row_plan plan = row_plan_make(op, 4, GROUP_THREADS);
@@ -332,15 +338,15 @@ static int64_t backward_launch(struct stream *stream, const struct rms_norm *op)
     size = size > groups ? size : groups;
     int64_t parts = divide_up(op->rows, size);
     if (plan.each == 0) {
-        backward_long_kernel<Type>
+        backward_long_kernel<X, Type>
             <<<grid_size(parts), BACKWARD_THREADS, 0, stream->cuda>>>(*op, size);
         launch_check();
     } else if (plan.each == 1) {
-        backward_packs<Type, 1>(stream, op, plan, groups, size);
+        backward_packs<X, Type, 1>(stream, op, plan, groups, size);
     } else if (plan.each == 2) {
-        backward_packs<Type, 2>(stream, op, plan, groups, size);
+        backward_packs<X, Type, 2>(stream, op, plan, groups, size);
     } else {
-        backward_packs<Type, 4>(stream, op, plan, groups, size);
+        backward_packs<X, Type, 4>(stream, op, plan, groups, size);
     }
     return parts;
 }
@@ -381,8 +387,10 @@ void rms_norm_backward_cuda(struct stream *stream, const struct rms_norm *norm)
     BUG_UNLESS(!norm->dx_add || norm->dx != norm->dy);
     if (norm->rows == 0)
         return;
-    int64_t parts = is_bf16(norm->type) ? backward_launch<bf16_t>(stream, norm)
-                                        : backward_launch<float>(stream, norm);
+    BUG_UNLESS(norm->x_type == norm->type || norm->x_type == DTYPE_F32);
+    int64_t parts = is_bf16(norm->x_type) ? backward_launch<bf16_t, bf16_t>(stream, norm)
+                    : is_bf16(norm->type) ? backward_launch<float, bf16_t>(stream, norm)
+                                          : backward_launch<float, float>(stream, norm);
     if (norm->dweight != NULL)
         column_parts_add(stream, norm->dweight, norm->scratch, (int)parts, norm->width);
 }

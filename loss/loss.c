@@ -224,6 +224,7 @@ static void teacher_logits(struct loss *loss, const struct backend *backend, str
                                        .eps = o->norm_eps,
                                        .weight_offset = o->norm_weight_offset,
                                        .type = o->compute,
+                                       .x_type = o->compute,
                                        .x = loss->teacher,
                                        .weight = o->norm,
                                        .y = loss->teacher});

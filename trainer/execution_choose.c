@@ -8,7 +8,7 @@
 
 enum { CPU_GROUP_ROWS = 512, CUDA_GROUP_ROWS = 8192 };
 // Of a chunk's logits. With little memory: no more than what the passes need in the same place.
-static const double cpu_chunk_bytes = 256e6, cuda_chunk_bytes = 4.6e9, low_chunk_bytes = 2.3e9;
+static const double cpu_chunk_bytes = 256e6, cuda_chunk_bytes = 4.1e9, low_chunk_bytes = 2.3e9;
 
 static int64_t round_down(int64_t value, int64_t multiple)
 {

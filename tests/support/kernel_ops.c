@@ -82,7 +82,7 @@ static double gemm_flops(const struct kernel_case *c)
     return 2.0 * (double)c->shape[0] * (double)c->shape[1] * (double)c->shape[2];
 }
 
-// rms_norm: rows, width; OFFSET, IN_PLACE, FROZEN, backward also ADD
+// rms_norm: rows, width; OFFSET, IN_PLACE, FROZEN, TO_F32 (x in fp32), backward also ADD
 static const double norm_eps = 1e-6;
 
 static double norm_offset(const struct kernel_case *c)
@@ -90,10 +90,15 @@ static double norm_offset(const struct kernel_case *c)
     return has(c, CASE_OFFSET) ? 1.0 : 0.0;
 }
 
+static enum dtype rms_norm_x_type(const struct kernel_case *c)
+{
+    return has(c, CASE_TO_F32) ? DTYPE_F32 : c->type;
+}
+
 static void rms_norm_build(const struct kernel_case *c, struct kernel_run *run)
 {
     int64_t rows = c->shape[0], width = c->shape[1];
-    run_add_normal(run, "x", TENSOR_IN, c->type, rows, width, 2.0);
+    run_add_normal(run, "x", TENSOR_IN, rms_norm_x_type(c), rows, width, 2.0);
     run_add_normal(run, "weight", TENSOR_IN, DTYPE_F32, 1, width, 1.0);
     struct kernel_tensor *y = run_add(run, "y", TENSOR_OUT, c->type, rows, width);
     if (has(c, CASE_IN_PLACE))
@@ -115,6 +120,7 @@ static struct rms_norm rms_norm_op(const struct kernel_case *c, const struct ker
                              .eps = (float)norm_eps,
                              .weight_offset = (float)norm_offset(c),
                              .type = c->type,
+                             .x_type = rms_norm_x_type(c),
                              .x = run_device(run, "x"),
                              .weight = run_device(run, "weight"),
                              .y = run_device(run, "y"),
@@ -135,7 +141,7 @@ static void rms_norm_call(const struct kernel_case *c, struct kernel_run *run)
 static void rms_norm_backward_build(const struct kernel_case *c, struct kernel_run *run)
 {
     int64_t rows = c->shape[0], width = c->shape[1];
-    run_add_normal(run, "x", TENSOR_IN, c->type, rows, width, 2.0);
+    run_add_normal(run, "x", TENSOR_IN, rms_norm_x_type(c), rows, width, 2.0);
     run_add_normal(run, "weight", TENSOR_IN, DTYPE_F32, 1, width, 1.0);
     run_add_normal(run, "dy", TENSOR_IN, c->type, rows, width, 1.0);
     run_add(run, "rstd", TENSOR_IN, DTYPE_F32, rows, 1);
