@@ -377,6 +377,41 @@ static void run_folder_says_how(void **state)
     assert_true(program_says(run_path(&fixture, "says/execution.json"), "\"threads\":\t2"));
 }
 
+// A folder without checkpoints whose execution.json was frozen before, by this run or another one.
+static void given_folder(const char *run, const char *execution)
+{
+    if (mkdir(run_path(&fixture, "%s", run), 0777) != 0)
+        fail_msg("%s can not be made", run);
+    write_text(run_path(&fixture, "%s/execution.json", run), execution);
+}
+
+static void first_start_is_followed(void **state)
+{
+    (void)state;
+    char *execution = program_text(run_path(&fixture, "run/execution.json"));
+    char *group = strstr(execution, "\"group_rows\":");
+    assert_non_null(group);
+    char *comma = strchr(group, ',');
+    char *smaller =
+        memory_format("%.*s\"group_rows\":\t32%s", (int)(group - execution), execution, comma);
+    given_folder("given", smaller);
+    assert_int_equal(run_train(&fixture, "given", "--set", "run.max_steps=1", NULL), 0);
+    run_must_say(&fixture, "given", "groups of 32 rows");
+    assert_true(program_says(run_path(&fixture, "given/execution.json"), "\"group_rows\":\t32"));
+    // What the config says itself holds; then nothing of the file does.
+    given_folder("other", smaller);
+    assert_int_equal(run_train(&fixture, "other", "--set", "run.max_steps=1", "--set",
+                               "parallel.threads=2", NULL),
+                     0);
+    run_must_say(&fixture, "other", "threads: 1 when the run was started, 2 now");
+    assert_false(program_says(run_path(&fixture, "other/execution.json"), "\"group_rows\":\t32"));
+    given_folder("damaged", "{\"device\": 1}");
+    assert_int_equal(run_train(&fixture, "damaged", "--set", "run.max_steps=1", NULL), 0);
+    run_must_say(&fixture, "damaged", "this run chooses anew");
+    free(execution);
+    free(smaller);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -394,6 +429,7 @@ int main(void)
         cmocka_unit_test(other_target_defaults),
         cmocka_unit_test(checkpoint_of_another_folder),
         cmocka_unit_test(run_folder_says_how),
+        cmocka_unit_test(first_start_is_followed),
     };
     return cmocka_run_group_tests_name("run_refusals", tests, open_all, close_all);
 }

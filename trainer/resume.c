@@ -4,6 +4,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/log.h"
 #include "trainer/checkpoint.h"
@@ -150,6 +151,45 @@ int resume_freeze(const struct run_folder *folder, const struct session *session
     return status;
 }
 
+// What the config leaves open becomes what it was. -1 when something else differs.
+static int follow(struct session *session, const struct execution *before, struct error *err)
+{
+    const struct memory_config *memory = &session->config->memory;
+    struct execution *now = &session->execution;
+    if (memory->group_rows == 0)
+        now->group_rows = before->group_rows;
+    if (memory->chunk_rows == 0)
+        now->chunk_rows = before->chunk_rows;
+    if (memory->recompute == RECOMPUTE_AUTO)
+        memcpy(now->recompute, before->recompute, sizeof(now->recompute));
+    if (session->config->parallel.threads == 0)
+        now->threads = before->threads;
+    if (execution_compare(before, now, err) != 0)
+        return -1;
+    now->gemm = before->gemm;
+    return 0;
+}
+
+// A run that ended before its first checkpoint, or a folder that was given another run's
+// execution.json, is executed as that says, too. There is nothing to lose yet, so what does not fit
+// is no error.
+static void follow_first_start(struct resume *resume, const struct run_folder *folder,
+                               struct session *session)
+{
+    char *path = memory_format("%s/execution.json", folder->path);
+    struct execution before, chosen = session->execution;
+    struct error why = {""};
+    if (!resume->replan && access(path, F_OK) == 0) {
+        resume->followed =
+            execution_read(&before, path, &why) == 0 && follow(session, &before, &why) == 0;
+        if (!resume->followed) {
+            session->execution = chosen;
+            log_warn("%s is of another execution, this run chooses anew:\n%s", path, why.text);
+        }
+    }
+    free(path);
+}
+
 // A resumed run obeys what its first start chose, where the config leaves it open.
 static int obey_frozen(struct resume *resume, struct session *session, struct error *err)
 {
@@ -160,21 +200,11 @@ static int obey_frozen(struct resume *resume, struct session *session, struct er
     resume->failed = status != 0;
     if (status != 0)
         return -1;
-    const struct memory_config *memory = &session->config->memory;
-    struct execution *now = &session->execution;
-    if (memory->group_rows == 0)
-        now->group_rows = before.group_rows;
-    if (memory->chunk_rows == 0)
-        now->chunk_rows = before.chunk_rows;
-    if (memory->recompute == RECOMPUTE_AUTO)
-        memcpy(now->recompute, before.recompute, sizeof(now->recompute));
-    if (session->config->parallel.threads == 0)
-        now->threads = before.threads;
-    if (execution_compare(&before, now, err) == 0) {
-        if (!resume->replan)
-            now->gemm = before.gemm;
-        else if (before.gemm.count > 0)
+    if (follow(session, &before, err) == 0) {
+        if (resume->replan && before.gemm.count > 0) {
             log_warn("--replan: GEMM algorithms are chosen anew; results may differ in bits");
+            session->execution.gemm.count = 0;
+        }
         return 0;
     }
     if (resume->replan) {
@@ -193,8 +223,10 @@ int resume_find(struct resume *resume, const struct run_folder *folder, struct s
 {
     if (find_path(resume, folder, err) != 0)
         return -1;
-    if (resume->path == NULL)
+    if (resume->path == NULL) {
+        follow_first_start(resume, folder, session);
         return 0;
+    }
     if (checkpoint_check(resume->path, err) != 0) {
         resume->failed = true;
         return -1;

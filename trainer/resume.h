@@ -9,11 +9,13 @@ struct resume {
     const char *choice; // "auto", "none" or a checkpoint directory
     bool replan;        // accept another execution
     char *path;         // the checkpoint; NULL: start from the beginning
+    bool followed;      // no checkpoint, but the run folder's execution.json is obeyed
     bool failed;        // a fault of the checkpoint (status 1), not of config or data (status 2)
 };
 
-// Finds the checkpoint and compares config and execution with what it was made with. On resume
-// session->execution becomes the frozen one. Writes nothing.
+// Finds the checkpoint and compares config and execution with what it was made with. On resume, or
+// where the run folder holds an execution.json that fits, session->execution becomes the frozen one.
+// Writes nothing.
 int resume_find(struct resume *resume, const struct run_folder *folder, struct session *session,
                 struct error *err);
 // Fills state: from the checkpoint, whose data must be the session's, or with initial weights.

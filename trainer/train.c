@@ -413,7 +413,7 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
         *status = resume->failed ? EXIT_FAILED : EXIT_REFUSED;
         return -1;
     }
-    if (resume->path != NULL && admit_resumed(run, resume, err) != 0)
+    if ((resume->path != NULL || resume->followed) && admit_resumed(run, resume, err) != 0)
         return -1;
     run->info = (struct checkpoint_info){.config = config,
                                          .execution = &session->execution,
@@ -431,7 +431,8 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
     session_count_steps(session, &run->steps);
     *status = EXIT_FAILED;
     if (step_tune(&run->step, &session->execution, err) != 0)
-        return error_add(err, "%s/execution.json holds it; --replan chooses anew", resume->path);
+        return error_add(err, "%s/execution.json holds it; --replan chooses anew",
+                         resume->path != NULL ? resume->path : run->folder.path);
     if (resume_freeze(&run->folder, session, err) != 0 ||
         run_folder_start(&run->folder, resume->path != NULL ? &run->counters : NULL,
                          config->log.tensorboard, err) != 0)
