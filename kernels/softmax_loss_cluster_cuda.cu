@@ -226,7 +226,7 @@ feed_row(struct feed<Logit> *f, const struct softmax_loss &op, const struct plac
     const Logit *rows = (const Logit *)(f->is_teacher ? op.teacher : op.student);
     f->source = rows + (int64_t)(f->is_teacher ? f->teacher : f->row) * op.vocab + at.begin +
                 (int32_t)threadIdx.x * layout<Logit>::UNIT;
-    f->left = at.count;
+    f->left = f->row < f->end ? at.chunks : 0;
 }
 
 // Starts the copy of the next chunk; an empty one after the last row, so that counts stay the same.
@@ -236,17 +236,20 @@ static __device__ __forceinline__ void feed_chunk(struct feed<Logit> *f, uint32_
                                                   const struct place &at)
 {
     typedef layout<Logit> lay;
-    if (f->row < f->end) {
+    const int32_t step = LOSS_THREADS * lay::UNIT; // elements from unit to unit
+    if (f->left > 1) {
 #pragma unroll
-        for (int u = 0; u < lay::UNITS; u++) {
-            int32_t ahead = u * LOSS_THREADS * lay::UNIT;
-            bool some = f->left > ahead + (int32_t)threadIdx.x * lay::UNIT;
-            copy_unit(slot + u * LOSS_THREADS * 16, some ? f->source + ahead : nothing(f->source));
-        }
+        for (int u = 0; u < lay::UNITS; u++)
+            copy_unit(slot + u * LOSS_THREADS * 16, f->source + u * step);
         f->source += CHUNK;
-        f->left -= CHUNK;
-        if (f->left <= 0)
-            feed_row(f, op, at);
+        f->left--;
+    } else if (f->left == 1) {
+        int32_t first = (at.chunks - 1) * CHUNK + (int32_t)threadIdx.x * lay::UNIT;
+#pragma unroll
+        for (int u = 0; u < lay::UNITS; u++)
+            copy_unit(slot + u * LOSS_THREADS * 16,
+                      first + u * step < at.count ? f->source + u * step : nothing(f->source));
+        feed_row(f, op, at);
     }
     copy_commit();
 }
@@ -488,15 +491,19 @@ static __device__ __forceinline__ void note_logit(int32_t item, uint32_t first,
     *logit = load((const Logit *)(ring + (slot - shared_address(ring))), 0);
 }
 
+// The chunk of an item as a bit, 0 without an item.
+static __device__ __forceinline__ uint32_t chunk_bit(int32_t item)
+{
+    return item < 0 ? 0u : 1u << item / LOSS_ITEMS;
+}
+
 // Subtracts a token's target from its gradient, where it is in this chunk of this thread.
 static __device__ __forceinline__ void hit_target(int32_t item, float target, int chunk,
                                                   float value[LOSS_ITEMS])
 {
-    if (item >> 3 != chunk)
-        return;
 #pragma unroll
     for (int j = 0; j < LOSS_ITEMS; j++)
-        value[j] -= item % LOSS_ITEMS == j ? target : 0.0f;
+        value[j] -= item == chunk * LOSS_ITEMS + j ? target : 0.0f;
 }
 
 // What the gradient of kl and ce is made of.
@@ -525,14 +532,14 @@ kl_chunk(const float z[LOSS_ITEMS], const float t[LOSS_ITEMS], const struct loss
 }
 
 template <typename Logit, typename Out>
-static __device__ __forceinline__ void store_chunk(Out *out, const struct place &at, int chunk,
+static __device__ __forceinline__ void store_chunk(Out *out, int32_t count, int chunk,
                                                    const float value[LOSS_ITEMS])
 {
     typedef layout<Logit> lay;
 #pragma unroll
     for (int u = 0; u < lay::UNITS; u++) {
         int32_t i = chunk * CHUNK + (u * LOSS_THREADS + (int32_t)threadIdx.x) * lay::UNIT;
-        if (i < at.count)
+        if (i < count)
             store_unit(out + i, value + u * lay::UNIT, (const Logit *)NULL);
     }
 }
@@ -573,7 +580,8 @@ kl_pass(struct work<Logit> *w, const float t[CHUNKS][LOSS_ITEMS], const struct s
         int32_t label, Out *out)
 {
     struct loss_part part = {0.0f, 0.0f};
-    int32_t label_item = own_item<Logit>(at, label);
+    int32_t label_item = own_item<Logit>(at, label), stored = out != NULL ? at.count : 0;
+    uint32_t hit = chunk_bit(w->top_item) | chunk_bit(label_item);
     float ce = op.weight[LOSS_CE_TEACHER] + (label >= 0 ? op.weight[LOSS_CE_DATA] : 0.0f);
     struct kl_scales scale = {pair.q_inverse / pair.p_inverse,
                               (op.weight[LOSS_KL] + ce) * pair.q_inverse,
@@ -584,10 +592,11 @@ kl_pass(struct work<Logit> *w, const float t[CHUNKS][LOSS_ITEMS], const struct s
             float z[LOSS_ITEMS], value[LOSS_ITEMS];
             take(z, w->slot, (const Logit *)NULL);
             kl_chunk(z, t[g], pair, scale, &part, value);
-            hit_target(w->top_item, op.weight[LOSS_CE_TEACHER], g, value);
-            hit_target(label_item, op.weight[LOSS_CE_DATA], g, value);
-            if (out != NULL)
-                store_chunk<Logit>(out, at, g, value);
+            if (hit >> g & 1u) {
+                hit_target(w->top_item, op.weight[LOSS_CE_TEACHER], g, value);
+                hit_target(label_item, op.weight[LOSS_CE_DATA], g, value);
+            }
+            store_chunk<Logit>(out, stored, g, value);
             feed_chunk(&w->feed, w->slot, op, at);
             w->slot = ring_next<Logit>(w->slot, ring);
         }
@@ -604,7 +613,8 @@ general_pass(struct work<Logit> *w, const float t[CHUNKS][LOSS_ITEMS],
              const struct loss_pair &pair, const struct loss_needs &needs,
              const struct loss_gradient &gradient, int32_t label, Out *out)
 {
-    int32_t label_item = own_item<Logit>(at, label);
+    int32_t label_item = own_item<Logit>(at, label), stored = out != NULL ? at.count : 0;
+    uint32_t hit = chunk_bit(w->top_item) | chunk_bit(label_item);
 #pragma unroll
     for (int g = 0; g < CHUNKS; g++)
         if (g < at.chunks) {
@@ -613,10 +623,11 @@ general_pass(struct work<Logit> *w, const float t[CHUNKS][LOSS_ITEMS],
 #pragma unroll
             for (int j = 0; j < LOSS_ITEMS; j++)
                 value[j] = loss_gradient_at(gradient, loss_element_of(pair, needs, z[j], t[g][j]));
-            hit_target(w->top_item, op.weight[LOSS_CE_TEACHER], g, value);
-            hit_target(label_item, op.weight[LOSS_CE_DATA], g, value);
-            if (out != NULL)
-                store_chunk<Logit>(out, at, g, value);
+            if (hit >> g & 1u) {
+                hit_target(w->top_item, op.weight[LOSS_CE_TEACHER], g, value);
+                hit_target(label_item, op.weight[LOSS_CE_DATA], g, value);
+            }
+            store_chunk<Logit>(out, stored, g, value);
             feed_chunk(&w->feed, w->slot, op, at);
             w->slot = ring_next<Logit>(w->slot, ring);
         }
