@@ -59,6 +59,7 @@ void loss_open(struct loss *loss, const struct backend *backend)
 {
     size_t rows = (size_t)loss->options.group_rows;
     loss->backend = backend;
+    loss->copies = backend->stream_open(&(struct stream_options){.threads = 1});
     loss->order = memory_alloc(rows, sizeof(*loss->order));
     loss->chunks = memory_alloc(rows, sizeof(*loss->chunks));
     loss->h_index = backend->host_alloc(rows * INDICES * sizeof(*loss->h_index));
@@ -73,6 +74,7 @@ void loss_close(struct loss *loss)
     free(loss->chunks);
     if (loss->backend == NULL)
         return;
+    loss->backend->stream_close(loss->copies);
     loss->backend->host_free(loss->h_index);
     loss->backend->host_free(loss->h_stats);
     loss->backend->host_free(loss->h_argmax);
@@ -324,16 +326,22 @@ static void chunk_run(struct loss *loss, const struct backend *backend, struct s
                                                   .c_type = DTYPE_F32});
 }
 
-// Brings the statistics to the host and puts them into the order of the slots.
-static void collect(struct loss *loss, const struct backend *backend, struct stream *stream,
-                    int64_t count, struct slot_results *results)
+// Statistics on their way to the host. What follows on the stream waits for them: it may overwrite them.
+static void send_results(struct loss *loss, const struct backend *backend, struct stream *stream,
+                         int64_t count)
+{
+    backend->stream_wait(loss->copies, stream);
+    backend->copy_out(loss->copies, loss->h_stats, loss->stats,
+                      (size_t)(count * (STATS + LOSS_TERM_COUNT)) * sizeof(*loss->stats));
+    backend->copy_out(loss->copies, loss->h_argmax, loss->argmax,
+                      (size_t)(count * 2) * sizeof(*loss->argmax));
+    backend->stream_wait(stream, loss->copies);
+}
+
+// Statistics in the order of the slots.
+static void sort_results(const struct loss *loss, int64_t count, struct slot_results *results)
 {
     const float *stats = loss->h_stats, *terms = stats + STATS * count;
-    backend->copy_out(stream, loss->h_stats, loss->stats,
-                      (size_t)(count * (STATS + LOSS_TERM_COUNT)) * sizeof(*loss->stats));
-    backend->copy_out(stream, loss->h_argmax, loss->argmax,
-                      (size_t)(count * 2) * sizeof(*loss->argmax));
-    backend->sync(stream);
     for (int64_t i = 0; i < count; i++) {
         int32_t s = loss->order[i].slot;
         results->loss[s] = stats[STAT_LOSS * count + i];
@@ -368,22 +376,11 @@ static void weigh(const struct loss *loss, const struct loss_group *group,
     }
 }
 
-void loss_group_run(struct loss *loss, const struct backend *backend, struct stream *stream,
-                    const struct loss_group *group, struct slot_results *results)
+// dhidden from the unweighted gradient and the weights in h_scale.
+static void scale_gradient(struct loss *loss, const struct backend *backend, struct stream *stream,
+                           const struct loss_group *group)
 {
     const struct loss_options *o = &loss->options;
-    if (group->rows > o->group_rows || group->slot_count > o->group_rows)
-        BUG("a group of %lld rows, planned for %lld", (long long)group->rows,
-            (long long)o->group_rows);
-    int64_t chunks = chunks_make(loss, backend, stream, group);
-    for (int64_t i = 0; i < chunks; i++)
-        chunk_run(loss, backend, stream, group, &loss->chunks[i]);
-    collect(loss, backend, stream, group->slot_count, results);
-    weigh(loss, group, results);
-    if (group->dhidden == NULL)
-        return;
-    for (int64_t i = 0; i < group->slot_count; i++)
-        loss->h_scale[i] = results->weight[loss->order[i].slot];
     backend->copy_in(stream, loss->scale, loss->h_scale,
                      (size_t)group->slot_count * sizeof(*loss->h_scale));
     backend->kernels->scatter_rows(stream, &(struct scatter_rows){.rows = group->slot_count,
@@ -395,4 +392,48 @@ void loss_group_run(struct loss *loss, const struct backend *backend, struct str
                                                                   .scale = loss->scale,
                                                                   .out = group->dhidden,
                                                                   .out_rows = group->rows});
+}
+
+static bool weights_follow_losses(const struct loss *loss)
+{
+    return loss->options.config->slot_weight == SLOT_WEIGHT_DPACE;
+}
+
+bool loss_group_queue(struct loss *loss, const struct backend *backend, struct stream *stream,
+                      const struct loss_group *group)
+{
+    const struct loss_options *o = &loss->options;
+    if (group->rows > o->group_rows || group->slot_count > o->group_rows)
+        BUG("a group of %lld rows, planned for %lld", (long long)group->rows,
+            (long long)o->group_rows);
+    int64_t chunks = chunks_make(loss, backend, stream, group);
+    for (int64_t i = 0; i < chunks; i++)
+        chunk_run(loss, backend, stream, group, &loss->chunks[i]);
+    bool scaled = group->dhidden != NULL && !weights_follow_losses(loss);
+    for (int64_t i = 0; i < group->slot_count && scaled; i++)
+        loss->h_scale[i] = group->slots[loss->order[i].slot].weight;
+    if (scaled)
+        scale_gradient(loss, backend, stream, group);
+    send_results(loss, backend, stream, group->slot_count);
+    return !weights_follow_losses(loss);
+}
+
+void loss_group_collect(struct loss *loss, const struct backend *backend, struct stream *stream,
+                        const struct loss_group *group, struct slot_results *results)
+{
+    backend->sync(loss->copies);
+    sort_results(loss, group->slot_count, results);
+    weigh(loss, group, results);
+    if (group->dhidden == NULL || !weights_follow_losses(loss))
+        return;
+    for (int64_t i = 0; i < group->slot_count; i++)
+        loss->h_scale[i] = results->weight[loss->order[i].slot];
+    scale_gradient(loss, backend, stream, group);
+}
+
+void loss_group_run(struct loss *loss, const struct backend *backend, struct stream *stream,
+                    const struct loss_group *group, struct slot_results *results)
+{
+    loss_group_queue(loss, backend, stream, group);
+    loss_group_collect(loss, backend, stream, group, results);
 }

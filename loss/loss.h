@@ -47,6 +47,7 @@ struct loss {
     float *h_stats;
     int32_t *h_argmax;
     float *h_scale;
+    struct stream *copies; // of results to the host
 };
 
 // Asks the arena for all backend memory (see base/memory.h: called once for the size, once for real).
@@ -64,8 +65,15 @@ struct loss_group {
     void *dhidden; // [N, H] gradient times slot weight, rows without a slot 0; NULL: no gradient
 };
 
-// results arrays hold slot_count entries each and are filled in the order of slots. Returns when the
-// results are on the host; dhidden may still be queued on the stream.
+// Queues the group's loss. True: dhidden is among what is queued. False: it depends on the losses, and
+// loss_group_collect queues it.
+bool loss_group_queue(struct loss *loss, const struct backend *backend, struct stream *stream,
+                      const struct loss_group *group);
+// Waits for the results, but not for what has been queued on the stream since; next after
+// loss_group_queue. results arrays hold slot_count entries each and are filled in the order of slots.
+void loss_group_collect(struct loss *loss, const struct backend *backend, struct stream *stream,
+                        const struct loss_group *group, struct slot_results *results);
+// Both.
 void loss_group_run(struct loss *loss, const struct backend *backend, struct stream *stream,
                     const struct loss_group *group, struct slot_results *results);
 

@@ -270,6 +270,12 @@ static bool stopped(const struct step *step)
     return step->stop != NULL && step->stop(step->stop_context);
 }
 
+static void group_backward(struct step *step, bool last)
+{
+    dflash_group_backward(&step->dflash, step->setup.backend, step->stream, last);
+    lap(step, STEP_BACKWARD);
+}
+
 // One group: blocks anchors[first .. first + count). Its scored slots are counted into metrics.
 static void run_group(struct step *step, const struct row *row, int64_t first, int64_t count,
                       bool gradient, bool last, struct metrics *metrics)
@@ -289,12 +295,15 @@ static void run_group(struct step *step, const struct row *row, int64_t first, i
                                .slots = step->slots,
                                .slot_count = slots,
                                .dhidden = gradient ? dflash_group_gradient(&step->dflash) : NULL};
-    loss_group_run(&step->loss, backend, step->stream, &group, &step->results);
-    step_clock_read(&step->clock, backend, step->stream);
+    int before = step->clock.unread; // laps that are over when the results are there
+    bool ready = loss_group_queue(&step->loss, backend, step->stream, &group);
     lap(step, STEP_LOSS);
-    if (gradient)
-        dflash_group_backward(&step->dflash, backend, step->stream, last);
-    lap(step, STEP_BACKWARD);
+    if (gradient && ready)
+        group_backward(step, last);
+    loss_group_collect(&step->loss, backend, step->stream, &group, &step->results);
+    step_clock_read(&step->clock, backend, step->stream, step->clock.unread - before);
+    if (gradient && !ready)
+        group_backward(step, last);
     metrics_count_slots(metrics, step->slots, slots, &step->results, count, step->accepted + first);
     if (step->observer != NULL)
         step->observer->group(step->observer->context, first, step->slots, slots, &step->results);
@@ -403,7 +412,7 @@ static double gradient_squares(struct step *step, char *nonfinite, size_t size)
                                                 .scratch = step->squares_scratch});
     backend->copy_out(step->stream, step->h_squares, step->squares, params->count * sizeof(double));
     backend->sync(step->stream);
-    step_clock_read(&step->clock, backend, step->stream);
+    step_clock_read(&step->clock, backend, step->stream, 0);
     double sum = 0.0;
     for (size_t i = 0; i < params->count; i++) {
         sum += step->h_squares[i];
@@ -452,7 +461,7 @@ void step_apply(struct step *step, double lr, int64_t applied_step, struct step_
     if (outcome->weight_sum <= 0.0) {
         outcome->empty = true;
         step->setup.backend->sync(step->stream);
-        step_clock_read(&step->clock, step->setup.backend, step->stream);
+        step_clock_read(&step->clock, step->setup.backend, step->stream, 0);
         return;
     }
     double squares = gradient_squares(step, outcome->tensor, sizeof(outcome->tensor));

@@ -31,9 +31,10 @@ void step_clock_lap(struct step_clock *clock, const struct backend *backend, str
     backend->time_mark(stream, clock->last);
 }
 
-void step_clock_read(struct step_clock *clock, const struct backend *backend, struct stream *stream)
+void step_clock_read(struct step_clock *clock, const struct backend *backend, struct stream *stream,
+                     int running)
 {
-    for (; clock->unread > 0; clock->unread--) {
+    for (; clock->unread > running; clock->unread--) {
         int to = slot_after(clock->last, STREAM_TIME_SLOTS - clock->unread + 1);
         int from = slot_after(to, STREAM_TIME_SLOTS - 1);
         if (clock->part[to] != STEP_BETWEEN)

@@ -22,8 +22,9 @@ void step_clock_clear(struct step_clock *clock);
 // The work queued since the last mark is of `part`; STEP_BETWEEN: of none.
 void step_clock_lap(struct step_clock *clock, const struct backend *backend, struct stream *stream,
                     enum step_part part);
-// After a sync on the stream: adds up all laps. Needed once in STREAM_TIME_SLOTS - 1 laps.
-void step_clock_read(struct step_clock *clock, const struct backend *backend,
-                     struct stream *stream);
+// When all but the newest `running` laps' work is known to be done: adds those laps up. Needed once in
+// STREAM_TIME_SLOTS - 1 laps.
+void step_clock_read(struct step_clock *clock, const struct backend *backend, struct stream *stream,
+                     int running);
 
 #endif

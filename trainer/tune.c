@@ -73,7 +73,7 @@ int step_tune(struct step *step, struct execution *execution, struct error *err)
     step_begin(step);
     bool stopped = run_group(step, &row, true) != 0 || run_group(step, &row, false) != 0;
     backend->sync(step->stream);
-    step_clock_read(&step->clock, backend, step->stream);
+    step_clock_read(&step->clock, backend, step->stream, 0);
     backend->gemm_tune(step->stream, stopped ? 0.0 : tuning_seconds, &execution->gemm);
     step_begin(step);
     backend->sync(step->stream);
