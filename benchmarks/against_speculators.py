@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """The same optimizer step in the published `speculators` package and in dtrain, on one GPU in one run.
 
-    python3 benchmarks/against_speculators.py --dtrain build/dtrain [--anchors 512,1024,2048,3072]
+    python3 benchmarks/against_speculators.py --dtrain build/dtrain [--anchors 512,1024,2048,3072] [--ours steps.json]
 
 Needs torch, transformers, triton and speculators (collect_peer.py brings the last to a machine without a network).
 The peer is speculators' own DFlash draft model, mask, attention, fused loss and metrics, unchanged, driven as its
 trainer does: fp32 parameters under bf16 autocast, what it compiles compiled, gradients clipped, AdamW. Where a choice
 was open, the one that is better for the peer was taken: frozen embedding and heads in bf16 (its trainer leaves
 them in fp32), AdamW's fused implementation, the row already on the GPU. Both train the same row on the same head: every
-anchor valid, every token supervised. The two alternate, one number of anchors at a time; each starts from its own weights.
+anchor valid, every token supervised. The two alternate, one number of anchors at a time, unless --ours has results of
+step.py from just before; each starts from its own weights.
 What inductor and triton compile is kept in /tmp/dtrain-peer-cache: with --steps 1 and no --dtrain, only that is done.
 """
 import argparse
@@ -181,7 +182,8 @@ def print_line(anchors, peer, ours):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtrain", help="without it only the peer runs")
+    parser.add_argument("--dtrain", help="runs it too, in turn with the peer")
+    parser.add_argument("--ours", help="results of step.py --json from the same machine; what is there is not run again")
     parser.add_argument("--model", default="v4", choices=list(made_up.MODELS))
     parser.add_argument("--anchors", default="512,1024,2048,3072")
     parser.add_argument("--tokens", type=int, default=step.TOKENS)
@@ -204,9 +206,13 @@ def main():
     print(f"torch {torch.__version__}, {sum(p.numel() for p in trainable) / 1e9:.3f} G trainable parameters, "
           f"ready after {time.perf_counter() - begin:.1f} s", flush=True)
     results = []
+    earlier = json.loads(pathlib.Path(arguments.ours).read_text()) if arguments.ours else []
+    earlier = {result["setting"]: result for result in earlier}
     for anchors in (int(word) for word in arguments.anchors.split(",")):
         peer = run_peer(draft, optimizer, batch, anchors, arguments.steps, base)
-        ours = run_ours(arguments, folder, target, shard, anchors) if arguments.dtrain else None
+        ours = earlier.get(f"{arguments.model}-{anchors}")
+        if ours is None and arguments.dtrain:
+            ours = run_ours(arguments, folder, target, shard, anchors)
         print_line(anchors, peer, ours)
         results.append(dict(speculators=peer, dtrain=ours))
     if arguments.json:

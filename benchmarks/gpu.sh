@@ -155,6 +155,8 @@ wanted loss && check "${LIMIT:-60}" "timed loss" loss "$BUILD/benchmarks/bench_l
 wanted data && check "${LIMIT:-60}" "timed data" data "$BUILD/benchmarks/bench_data" "$BUILD"
 wanted steps && check "${STEPS_LIMIT:-300}" "timed steps" steps python3 benchmarks/step.py --dtrain "$BUILD/dtrain" \
     --settings "${STEPS:-all}" --folder $INPUTS --json "$OUT/steps.json"
+ours=()
+[ -s "$OUT/steps.json" ] && ours=(--ours "$OUT/steps.json")
 wanted peer && PYTHONPATH=$site check "${PEER_LIMIT:-240}" "timed peer" peer python3 benchmarks/against_speculators.py \
-    --folder $INPUTS --anchors "$ANCHORS" --dtrain "$BUILD/dtrain" --json "$OUT/peer.json"
+    --folder $INPUTS --anchors "$ANCHORS" --dtrain "$BUILD/dtrain" "${ours[@]}" --json "$OUT/peer.json"
 exit 0

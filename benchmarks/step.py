@@ -237,7 +237,7 @@ def main():
         command = [dtrain, "--config", str(config)]
         for words in arguments.set:
             command += ["--set", words]
-        count = max(arguments.steps, WILD_STEPS if "wild" in marks else 0)
+        count = WILD_STEPS if "wild" in marks else arguments.steps if anchors <= 2048 else min(arguments.steps, 8)
         steps, startup, memory = run_steps(command, run, count, arguments.limit)
         if not steps:
             print(f"{name:20s} FAILED: {last_lines(run)}", flush=True)
