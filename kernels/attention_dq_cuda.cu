@@ -44,7 +44,7 @@ static __global__ void __launch_bounds__(THREADS, CTAS)
     int kv_head = (int)(blockIdx.x % op.kv_heads);
     int first = (int)((gridDim.x - 1 - blockIdx.x) / op.kv_heads) * ROWS;
     load_queries<ROWS, D, THREADS>(op, q, kv_head, first, tiles.query, op.q, tiles.dout, op.dout);
-    spans_load<ROWS>(op, q, first, &rows);
+    spans_load<ROWS>(op, q, first, threadIdx.x, THREADS, &rows);
     struct row_statistics<MT> statistics =
         statistics_of<MT>(op, q, kv_head, first + threadIdx.x / WARP * MT * 16);
     __syncthreads();

@@ -47,7 +47,7 @@ static __global__ void __launch_bounds__(THREADS, CTAS)
     int kv_head = (int)(blockIdx.x % op.kv_heads);
     int first = (int)((gridDim.x - 1 - blockIdx.x) / op.kv_heads) * ROWS;
     load_queries<ROWS, D, THREADS>(op, q, kv_head, first, query, op.q, 0, NULL);
-    spans_load<ROWS>(op, q, first, &rows);
+    spans_load<ROWS>(op, q, first, threadIdx.x, THREADS, &rows);
     __syncthreads();
     struct span_bounds context = spans_bounds<ROWS>(rows.context);
     struct span_bounds own = spans_bounds<ROWS>(rows.own);

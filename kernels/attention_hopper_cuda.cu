@@ -1,17 +1,21 @@
-// Owns attention's forward pass and gradient of queries on Hopper's own tensor-core instructions. A CTA
-// has a tile of 128 rows of the matrix of queries, 64 for each of two warpgroups that compute; one warp
-// of a third has the copy engine bring tiles of keys and values through a ring of slots. Products of a
-// tile run while the softmax of another goes on, in the other warpgroup or in the same.
+// Owns attention's forward pass and gradient of queries on Hopper's own tensor-core instructions. A tile of
+// 128 rows of the matrix of queries and a key head are an item; a CTA works on one item after the other,
+// 64 rows for each of two warpgroups that compute. A third warpgroup runs ahead of them: one warp has the
+// copy engine bring queries, and keys and values through a ring of slots, one writes what rows see.
+// Products of a tile of keys run while the softmax of another goes on, in the other warpgroup or in the
+// same.
 #include "kernels/attention_wgmma.cuh"
 
-enum { ROWS = 128 };
+enum { ROWS = 128, ITEMS = 2 }; // items that a CTA holds: one in work, one on its way
 
-// Shared memory: q (and dout), SLOTS tiles of keys or values, spans, barriers.
+// Shared memory: q (and dout) of each item, SLOTS tiles of keys or values, spans, barriers.
 template <int D, int KEYS, int SLOTS, int QUERY_TILES> struct layout {
     static constexpr int TILE = tile_bytes<KEYS, D>(), QUERY = tile_bytes<ROWS, D>();
-    static constexpr int SLOT = QUERY_TILES * QUERY, SPANS = SLOT + SLOTS * TILE;
-    static constexpr int BARRIERS = SPANS + (int)sizeof(struct row_spans<ROWS>);
-    static constexpr int BYTES = BARRIERS + 16 * (SLOTS + 1);
+    static constexpr int ITEM = QUERY_TILES * QUERY, SLOT = ITEMS * ITEM;
+    static constexpr int SPANS = SLOT + SLOTS * TILE;
+    static constexpr int BARRIERS = SPANS + ITEMS * (int)sizeof(struct row_spans<ROWS>);
+    static constexpr int ITEM_BARRIERS = BARRIERS + 16 * SLOTS;
+    static constexpr int BYTES = ITEM_BARRIERS + 16 * ITEMS;
 };
 
 #if HAS_WGMMA
@@ -30,48 +34,130 @@ static __device__ __forceinline__ void fetch_keys(struct tile_ring<SLOTS> *ring,
     ring_next(ring);
 }
 
-// The warp that fills the ring: keys, values, keys, values. One lane gives the orders.
-template <int D, int KEYS, int SLOTS>
-static __device__ __forceinline__ void produce(const struct attention_maps &maps,
-                                               const struct row_spans<ROWS> &rows, int kv_head,
-                                               uint32_t slots, uint32_t barriers)
+// Items come with the heaviest first, as blocks are sorted and the last ones of a document see the most
+// of it. CTAs take turns, every second turn in reverse, so that all have about the same work.
+struct item {
+    int kv_head, first; // first row of the matrix of queries
+};
+
+struct item_cursor {
+    int turn, tiles; // tiles of queries
+};
+
+static __device__ __forceinline__ struct item_cursor items_begin(const struct query_matrix &q)
 {
-    struct span_bounds context = spans_bounds<ROWS>(rows.context);
-    struct span_bounds own = spans_bounds<ROWS>(rows.own);
-    struct tile_ring<SLOTS> ring = ring_make<SLOTS>(barriers);
-    for (struct key_step step = {true, true, own.begin, own.end}; step.there;
-         step = step_after<ROWS, KEYS>(step, context, rows)) {
-        if (threadIdx.x % WARP == 0) {
-            const CUtensorMap *k = step.own ? &maps.k_block : &maps.k_context;
-            const CUtensorMap *v = step.own ? &maps.v_block : &maps.v_context;
-            fetch_keys<D, KEYS, SLOTS>(&ring, slots, k, kv_head, step.first);
-            fetch_keys<D, KEYS, SLOTS>(&ring, slots, v, kv_head, step.first);
+    return {0, (q.count + ROWS - 1) / ROWS};
+}
+
+static __device__ __forceinline__ bool item_next(const struct attention &op,
+                                                 struct item_cursor *cursor, struct item *item)
+{
+    int ctas = (int)gridDim.x, at = (int)blockIdx.x, heads = (int)op.kv_heads;
+    int i = cursor->turn * ctas + (cursor->turn % 2 == 0 ? at : ctas - 1 - at);
+    cursor->turn++;
+    item->kv_head = i % heads;
+    item->first = (cursor->tiles - 1 - i / heads) * ROWS;
+    return i < cursor->tiles * heads;
+}
+
+// The blocks' own keys of an item, without a look at what is in memory.
+static __device__ __forceinline__ struct key_step own_step(const struct attention &op,
+                                                           const struct query_matrix &q, int first)
+{
+    int size = (int)op.block_size, last = row_of(q, min(first + ROWS, q.count) - 1);
+    return {true, true, row_of(q, first) / size * size, (last / size + 1) * size};
+}
+
+// The warp that fills the ring: keys, values, keys, values. One lane gives the orders.
+template <int D, int KEYS, int SLOTS, class Layout>
+static __device__ __forceinline__ void
+produce(const struct attention &op, const struct query_matrix &q, const struct attention_maps &maps,
+        bool with_dout, unsigned char *shared)
+{
+    uint32_t base = shared_address(shared);
+    bool leads = threadIdx.x % WARP == 0;
+    const struct row_spans<ROWS> *spans = (const struct row_spans<ROWS> *)(shared + Layout::SPANS);
+    struct tile_ring<SLOTS> ring = ring_make<SLOTS>(base + Layout::BARRIERS);
+    struct tile_ring<ITEMS> items = ring_make<ITEMS>(base + Layout::ITEM_BARRIERS);
+    struct item_cursor cursor = items_begin(q);
+    for (struct item item; item_next(op, &cursor, &item); ring_next(&items)) {
+        ring_wait_empty(items);
+        if (leads) {
+            uint32_t to = base + items.slot * Layout::ITEM;
+            barrier_expect(ring_full(items), Layout::ITEM);
+            fetch_queries<D, ROWS>(q, item.kv_head, item.first, to, &maps.q, ring_full(items));
+            if (with_dout)
+                fetch_queries<D, ROWS>(q, item.kv_head, item.first, to + Layout::QUERY, &maps.dout,
+                                       ring_full(items));
         }
-        __syncwarp();
+        struct span_bounds context;
+        struct key_step step = own_step(op, q, item.first);
+        for (bool known = false; step.there;
+             step = step_after<ROWS, KEYS>(step, context, spans[items.slot])) {
+            if (leads) {
+                const CUtensorMap *k = step.own ? &maps.k_block : &maps.k_context;
+                const CUtensorMap *v = step.own ? &maps.v_block : &maps.v_context;
+                fetch_keys<D, KEYS, SLOTS>(&ring, base + Layout::SLOT, k, item.kv_head, step.first);
+                fetch_keys<D, KEYS, SLOTS>(&ring, base + Layout::SLOT, v, item.kv_head, step.first);
+            }
+            __syncwarp();
+            if (!known) { // the first step needs no spans
+                ring_wait_full(items);
+                context = spans_bounds<ROWS>(spans[items.slot].context);
+                known = true;
+            }
+        }
+        slot_release(ring_full(items));
     }
 }
 
-// Spans, barriers, and orders for the queries' own tiles.
-template <int D, class Layout, int SLOTS>
+// The warp that writes spans.
+template <class Layout>
 static __device__ __forceinline__ void
-prologue(const struct attention &op, const struct query_matrix &q, int kv_head, int first,
-         const CUtensorMap *map, const CUtensorMap *map_2, unsigned char *shared)
+produce_spans(const struct attention &op, const struct query_matrix &q, unsigned char *shared)
 {
-    uint32_t base = shared_address(shared), barriers = base + Layout::BARRIERS;
-    spans_load<ROWS>(op, q, first, (struct row_spans<ROWS> *)(shared + Layout::SPANS));
+    struct row_spans<ROWS> *spans = (struct row_spans<ROWS> *)(shared + Layout::SPANS);
+    struct tile_ring<ITEMS> items =
+        ring_make<ITEMS>(shared_address(shared) + Layout::ITEM_BARRIERS);
+    struct item_cursor cursor = items_begin(q);
+    for (struct item item; item_next(op, &cursor, &item); ring_next(&items)) {
+        ring_wait_empty(items);
+        spans_load<ROWS>(op, q, item.first, threadIdx.x % WARP, WARP, &spans[items.slot]);
+        barrier_arrive(ring_full(items));
+    }
+}
+
+// An item is full when its queries have come and each lane of the other warp has written; it is empty
+// when all warps that compute and the one that fills the ring are done with it.
+template <int SLOTS, class Layout>
+static __device__ __forceinline__ void barriers_make(unsigned char *shared)
+{
+    uint32_t base = shared_address(shared);
     if (threadIdx.x == 0) {
-        ring_init<SLOTS>(barriers, 1, CONSUMERS / WARP);
-        barrier_init(barriers + 16 * SLOTS, 1);
+        ring_init<SLOTS>(base + Layout::BARRIERS, 1, CONSUMERS / WARP);
+        ring_init<ITEMS>(base + Layout::ITEM_BARRIERS, 1 + WARP, CONSUMERS / WARP + 1);
         barriers_publish();
     }
     __syncthreads();
-    if (threadIdx.x != 0)
-        return;
-    uint32_t barrier = barriers + 16 * SLOTS;
-    barrier_expect(barrier, (map_2 != NULL ? 2 : 1) * Layout::QUERY);
-    fetch_queries<D, ROWS>(q, kv_head, first, base, map, barrier);
-    if (map_2 != NULL)
-        fetch_queries<D, ROWS>(q, kv_head, first, base + Layout::QUERY, map_2, barrier);
+}
+
+// Whether this thread computes. Otherwise its work is done.
+template <int D, int KEYS, int SLOTS, class Layout>
+static __device__ __forceinline__ bool
+split_roles(const struct attention &op, const struct query_matrix &q,
+            const struct attention_maps &maps, bool with_dout, unsigned char *shared)
+{
+    barriers_make<SLOTS, Layout>(shared);
+    if (threadIdx.x >= 128) {
+        registers_take<CONSUMER_REGISTERS>();
+        return true;
+    }
+    registers_give<PRODUCER_REGISTERS>();
+    if (threadIdx.x < WARP)
+        produce<D, KEYS, SLOTS, Layout>(op, q, maps, with_dout, shared);
+    else if (threadIdx.x < 2 * WARP)
+        produce_spans<Layout>(op, q, shared);
+    return false;
 }
 
 // Probabilities of a tile of scores as factors; what sums so far are to be multiplied with.
@@ -89,18 +175,16 @@ forward_probabilities(const struct key_step &step, const struct span_bounds &con
 // A warpgroup that computes. The scores of a tile are on their way while the tile before is summed up.
 template <int D, int KEYS, int SLOTS>
 static __device__ __forceinline__ void
-forward_consume(const struct attention &op, const struct row_spans<ROWS> &rows, uint32_t query,
-                uint32_t slots, uint32_t barriers, int top, struct running<1> *r,
+forward_consume(const struct attention &op, const struct row_spans<ROWS> &rows,
+                struct key_step step, uint32_t query, uint32_t slots,
+                struct tile_ring<SLOTS> *keys_ring, int top, struct running<1> *r,
                 float (*out)[D / 8][4])
 {
     constexpr int TILE = tile_bytes<KEYS, D>();
     struct span_bounds context = spans_bounds<ROWS>(rows.context);
-    struct span_bounds own = spans_bounds<ROWS>(rows.own);
-    struct tile_ring<SLOTS> ring = ring_make<SLOTS>(barriers);
-    struct key_step step = {true, true, own.begin, own.end};
+    struct tile_ring<SLOTS> ring = *keys_ring;
     float score[1][KEYS / 8][4], correction[1][2], factor = op.scale * log2_e;
     uint32_t p[KEYS / 16][4], full_k, full_v;
-    barrier_wait(barriers + 16 * SLOTS, 0);
     uint32_t keys = take_slot<SLOTS, TILE>(&ring, slots, &full_k);
     products_fence();
     scores_start<D, KEYS, ROWS, KEYS>(score[0], query, keys);
@@ -144,25 +228,24 @@ forward_consume(const struct attention &op, const struct row_spans<ROWS> &rows, 
     products_commit();
     products_wait<0>();
     sums_settle<D / 8>(out[0]);
+    slot_release(full_v);
+    *keys_ring = ring;
 }
 
 // dq of a warpgroup's rows, without the scale. The sums of a tile are on their way while the scores of
 // the next are computed.
 template <int D, int KEYS, int SLOTS>
 static __device__ __forceinline__ void
-dq_consume(const struct attention &op, const struct row_spans<ROWS> &rows, uint32_t query,
-           uint32_t dout, uint32_t slots, uint32_t barriers, int top,
-           const struct row_statistics<1> &statistics, float (*dq)[D / 8][4])
+dq_consume(const struct attention &op, const struct row_spans<ROWS> &rows, struct key_step step,
+           uint32_t query, uint32_t dout, uint32_t slots, struct tile_ring<SLOTS> *keys_ring,
+           int top, const struct row_statistics<1> &statistics, float (*dq)[D / 8][4])
 {
     constexpr int TILE = tile_bytes<KEYS, D>();
     struct span_bounds context = spans_bounds<ROWS>(rows.context);
-    struct span_bounds own = spans_bounds<ROWS>(rows.own);
-    struct tile_ring<SLOTS> ring = ring_make<SLOTS>(barriers);
+    struct tile_ring<SLOTS> ring = *keys_ring;
     float score[1][KEYS / 8][4], dp[1][KEYS / 8][4], factor = op.scale * log2_e;
     uint32_t ds[KEYS / 16][4], full_k, full_v, last = 0;
-    barrier_wait(barriers + 16 * SLOTS, 0);
-    for (struct key_step step = {true, true, own.begin, own.end}; step.there;
-         step = step_after<ROWS, KEYS>(step, context, rows)) {
+    for (; step.there; step = step_after<ROWS, KEYS>(step, context, rows)) {
         uint32_t keys = take_slot<SLOTS, TILE>(&ring, slots, &full_k);
         products_fence();
         scores_start<D, KEYS, ROWS, KEYS>(score[0], query, keys);
@@ -189,12 +272,8 @@ dq_consume(const struct attention &op, const struct row_spans<ROWS> &rows, uint3
     }
     products_wait<0>();
     sums_settle<D / 8>(dq[0]);
-}
-
-// The last tiles see the most of their document, as blocks are sorted: they start first.
-static __device__ __forceinline__ int first_of_tile(const struct attention &op)
-{
-    return (int)((gridDim.x - 1 - blockIdx.x) / op.kv_heads) * ROWS;
+    slot_release(last);
+    *keys_ring = ring;
 }
 
 #endif // HAS_WGMMA
@@ -206,27 +285,30 @@ static __global__ void HOPPER_BOUNDS forward_kernel(
 #if HAS_WGMMA
     typedef struct layout<D, KEYS, SLOTS, 1> Layout;
     extern __shared__ __align__(1024) unsigned char shared[];
-    const struct row_spans<ROWS> &rows = *(const struct row_spans<ROWS> *)(shared + Layout::SPANS);
-    uint32_t base = shared_address(shared);
-    int kv_head = (int)(blockIdx.x % op.kv_heads), first = first_of_tile(op);
-    prologue<D, Layout, SLOTS>(op, q, kv_head, first, &maps.q, NULL, shared);
-    if (threadIdx.x < 128) {
-        registers_give<PRODUCER_REGISTERS>();
-        if (threadIdx.x < WARP)
-            produce<D, KEYS, SLOTS>(maps, rows, kv_head, base + Layout::SLOT,
-                                    base + Layout::BARRIERS);
+    if (!split_roles<D, KEYS, SLOTS, Layout>(op, q, maps, false, shared))
         return;
-    }
-    registers_take<CONSUMER_REGISTERS>();
+    const struct row_spans<ROWS> *spans = (const struct row_spans<ROWS> *)(shared + Layout::SPANS);
+    uint32_t base = shared_address(shared);
     int group = (int)threadIdx.x / 128 - 1, top = ((int)threadIdx.x / WARP - 4) * 16;
-    float out[1][D / 8][4], inverse[1][2];
-    struct running<1> r;
-    running_init<1>(&r);
-    clear<1, D / 8>(out);
-    forward_consume<D, KEYS, SLOTS>(op, rows, base + group * 64 * ROW_BYTES, base + Layout::SLOT,
-                                    base + Layout::BARRIERS, top, &r, out);
-    running_end<1>(op, q, kv_head, first + top, r, inverse);
-    store_fragments<D, ROWS, 1>(op, q, kv_head, first, top, out, inverse, (bf16_t *)op.out, shared);
+    struct tile_ring<SLOTS> ring = ring_make<SLOTS>(base + Layout::BARRIERS);
+    struct tile_ring<ITEMS> items = ring_make<ITEMS>(base + Layout::ITEM_BARRIERS);
+    struct item_cursor cursor = items_begin(q);
+    for (struct item item; item_next(op, &cursor, &item); ring_next(&items)) {
+        float out[1][D / 8][4], inverse[1][2];
+        struct running<1> r;
+        running_init<1>(&r);
+        clear<1, D / 8>(out);
+        ring_wait_full(items);
+        forward_consume<D, KEYS, SLOTS>(op, spans[items.slot], own_step(op, q, item.first),
+                                        base + items.slot * Layout::ITEM + group * 64 * ROW_BYTES,
+                                        base + Layout::SLOT, &ring, top, &r, out);
+        group_sync(group + 1); // out lies where all of them read queries
+        running_end<1>(op, q, item.kv_head, item.first + top, r, inverse);
+        store_fragments<D, ROWS, 1>(op, q, item.kv_head, item.first, top, out, inverse,
+                                    (bf16_t *)op.out, shared + items.slot * Layout::ITEM);
+        copies_after_writes();
+        slot_release(ring_full(items));
+    }
 #endif
 }
 
@@ -237,40 +319,49 @@ static __global__ void HOPPER_BOUNDS dq_kernel(struct attention op, struct query
 #if HAS_WGMMA
     typedef struct layout<D, KEYS, SLOTS, 2> Layout;
     extern __shared__ __align__(1024) unsigned char shared[];
-    const struct row_spans<ROWS> &rows = *(const struct row_spans<ROWS> *)(shared + Layout::SPANS);
-    uint32_t base = shared_address(shared);
-    int kv_head = (int)(blockIdx.x % op.kv_heads), first = first_of_tile(op);
-    prologue<D, Layout, SLOTS>(op, q, kv_head, first, &maps.q, &maps.dout, shared);
-    if (threadIdx.x < 128) {
-        registers_give<PRODUCER_REGISTERS>();
-        if (threadIdx.x < WARP)
-            produce<D, KEYS, SLOTS>(maps, rows, kv_head, base + Layout::SLOT,
-                                    base + Layout::BARRIERS);
+    if (!split_roles<D, KEYS, SLOTS, Layout>(op, q, maps, true, shared))
         return;
-    }
-    registers_take<CONSUMER_REGISTERS>();
+    const struct row_spans<ROWS> *spans = (const struct row_spans<ROWS> *)(shared + Layout::SPANS);
+    uint32_t base = shared_address(shared);
     int group = (int)threadIdx.x / 128 - 1, top = ((int)threadIdx.x / WARP - 4) * 16;
-    uint32_t query = base + group * 64 * ROW_BYTES;
-    float dq[1][D / 8][4], scale[1][2] = {{op.scale, op.scale}};
-    struct row_statistics<1> statistics = statistics_of<1>(op, q, kv_head, first + top);
-    clear<1, D / 8>(dq);
-    dq_consume<D, KEYS, SLOTS>(op, rows, query, query + Layout::QUERY, base + Layout::SLOT,
-                               base + Layout::BARRIERS, top, statistics, dq);
-    store_fragments<D, ROWS, 1>(op, q, kv_head, first, top, dq, scale, (bf16_t *)op.dq, shared);
+    struct tile_ring<SLOTS> ring = ring_make<SLOTS>(base + Layout::BARRIERS);
+    struct tile_ring<ITEMS> items = ring_make<ITEMS>(base + Layout::ITEM_BARRIERS);
+    struct item_cursor cursor = items_begin(q);
+    for (struct item item; item_next(op, &cursor, &item); ring_next(&items)) {
+        float dq[1][D / 8][4], scale[1][2] = {{op.scale, op.scale}};
+        struct row_statistics<1> statistics =
+            statistics_of<1>(op, q, item.kv_head, item.first + top);
+        clear<1, D / 8>(dq);
+        uint32_t query = base + items.slot * Layout::ITEM + group * 64 * ROW_BYTES;
+        ring_wait_full(items);
+        dq_consume<D, KEYS, SLOTS>(op, spans[items.slot], own_step(op, q, item.first), query,
+                                   query + Layout::QUERY, base + Layout::SLOT, &ring, top,
+                                   statistics, dq);
+        group_sync(group + 1); // dq lies where all of them read queries
+        store_fragments<D, ROWS, 1>(op, q, item.kv_head, item.first, top, dq, scale,
+                                    (bf16_t *)op.dq, shared + items.slot * Layout::ITEM);
+        copies_after_writes();
+        slot_release(ring_full(items));
+    }
 #endif
 }
 
 typedef void tile_kernel(struct attention, struct query_matrix, const struct attention_maps);
 
-// A CTA for each tile of queries and key head.
+// A CTA for each multiprocessor.
 static void launch(struct stream *stream, const struct attention *op, tile_kernel *kernel, int keys,
                    int bytes)
 {
     struct query_matrix q = query_matrix_make(op);
     struct attention_maps maps;
     attention_maps_make(op, ROWS, keys, &maps);
-    unsigned ctas = grid_size(divide_up(q.count, ROWS) * op->kv_heads);
+    int64_t items = divide_up(q.count, ROWS) * op->kv_heads;
+    int device = 0, processors = 0;
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+    BUG_UNLESS(items <= INT32_MAX - processors);
     allow_shared(kernel, (size_t)bytes);
+    unsigned ctas = grid_size(items < processors ? items : processors);
     kernel<<<ctas, HOPPER_THREADS, bytes, stream->cuda>>>(*op, q, maps);
     launch_check();
 }
@@ -285,7 +376,7 @@ bool attention_fits_hopper(struct stream *stream, const struct attention *op)
     return built.maxThreadsPerBlock >= HOPPER_THREADS;
 }
 
-// Shared memory: 162 KiB at D 128, 98 KiB at D 64.
+// Shared memory: 196 KiB at D 128, 100 KiB at D 64.
 void attention_forward_hopper(struct stream *stream, const struct attention *op)
 {
     if (op->head_dim == 64)
@@ -294,11 +385,11 @@ void attention_forward_hopper(struct stream *stream, const struct attention *op)
         launch(stream, op, forward_kernel<128, 128, 4>, 128, layout<128, 128, 4, 1>::BYTES);
 }
 
-// Shared memory: 162 KiB at D 128, 82 KiB at D 64.
+// Shared memory: 196 KiB at D 128, 100 KiB at D 64.
 void attention_dq_hopper(struct stream *stream, const struct attention *op)
 {
     if (op->head_dim == 64)
-        launch(stream, op, dq_kernel<64, 64, 6>, 64, layout<64, 64, 6, 2>::BYTES);
+        launch(stream, op, dq_kernel<64, 64, 4>, 64, layout<64, 64, 4, 2>::BYTES);
     else
-        launch(stream, op, dq_kernel<128, 64, 6>, 64, layout<128, 64, 6, 2>::BYTES);
+        launch(stream, op, dq_kernel<128, 64, 4>, 64, layout<128, 64, 4, 2>::BYTES);
 }

@@ -18,11 +18,12 @@ struct key_step {
     int32_t first, limit;
 };
 
+// By `threads` threads, of which this one is `thread`.
 template <int ROWS>
 static __device__ void spans_load(const struct attention &op, const struct query_matrix &q,
-                                  int first, struct row_spans<ROWS> *spans)
+                                  int first, int thread, int threads, struct row_spans<ROWS> *spans)
 {
-    for (int i = threadIdx.x; i < ROWS; i += blockDim.x) {
+    for (int i = thread; i < ROWS; i += threads) {
         int row = row_of(q, min(first + i, q.count - 1));
         spans->context[i] = context_span(op, row);
         spans->own[i] = own_span(op, row);

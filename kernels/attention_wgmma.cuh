@@ -266,6 +266,18 @@ static __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t p
                      : "memory");
 }
 
+// What this thread wrote in shared memory comes before what the copy engine is asked for from now on.
+static __device__ __forceinline__ void copies_after_writes(void)
+{
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Waits for the other threads of the warpgroup, of the CTA's third or so: group > 0.
+static __device__ __forceinline__ void group_sync(int group)
+{
+    asm volatile("bar.sync %0, 128;" ::"r"(group) : "memory");
+}
+
 // Barriers are initialised by one thread before the copy engine and the other threads use them.
 static __device__ __forceinline__ void barriers_publish(void)
 {
