@@ -25,7 +25,7 @@ struct step_case {
 
 static const struct step_case step_cases[] = {
     {"head_dim 64, grouped heads",
-     49152,
+     16384,
      576,
      LAST_HIDDEN_POST_NORM,
      {600, 401},
@@ -68,17 +68,11 @@ static const struct step_case step_cases[] = {
       "loss.nla=0.1", "loss.ce_data=0.1", "memory.chunk_rows=96"}},
 };
 
-static struct test_backend cuda;
-static const struct test_backend *cpu(void)
-{
-    static struct test_backend chosen;
-    test_backend_named(&chosen, "cpu");
-    return &chosen;
-}
+static struct test_backend cuda, cpu;
 
 // ---- one step on one backend
 
-// How a step is cut; 0 and NULL: as the case has it.
+// How a step is computed and cut; NULL and 0: as the case has it.
 struct variant {
     const char *compute, *recompute;
     int64_t group_blocks, chunk_rows;
@@ -90,56 +84,67 @@ struct outcome {
     int64_t count;
 };
 
-static void open_case(struct step_fixture *f, const struct test_backend *on,
-                      const struct step_case *c, const struct variant *variant)
-{
-    const char *sets[MOST_SETS + 2];
-    size_t count = 0;
-    while (count < MOST_SETS && c->sets[count] != NULL) {
-        sets[count] = c->sets[count];
-        count++;
-    }
-    if (variant->compute != NULL)
-        sets[count++] = variant->compute;
-    step_fixture_use(on);
-    step_fixture_init(f, &(struct step_fixture_options){.seed = 11,
-                                                        .vocab = c->vocab,
-                                                        .hidden = c->hidden,
-                                                        .weight_scale = 0.7,
-                                                        .last_hidden = c->last_hidden,
-                                                        .sets = sets,
-                                                        .set_count = count});
-    f->execution.threads = CPU_THREADS;
-    if (variant->recompute != NULL)
-        snprintf(f->execution.recompute, sizeof(f->execution.recompute), "%s", variant->recompute);
-    if (variant->group_blocks > 0)
-        f->execution.group_rows = variant->group_blocks * f->sizes.block_size;
-    if (variant->chunk_rows > 0)
-        f->execution.chunk_rows = variant->chunk_rows;
-    // Logits of both sides with a standard deviation of about 2, whatever H is.
-    int64_t values = f->target.vocab_size * f->target.hidden_size;
-    float scale = 2.0f / (0.7f * sqrtf((float)f->target.hidden_size));
-    for (int64_t i = 0; i < values; i++)
-        f->head[i] *= scale;
-    step_fixture_open(f);
-}
-
-static struct outcome run_step(const struct test_backend *on, const struct step_case *c,
-                               const struct variant *variant)
-{
+struct fixture {
     struct step_fixture f;
+    struct execution plain; // as the case has it
     struct row row;
+};
+
+static void open_case(struct fixture *t, const struct step_case *c)
+{
+    size_t sets = 0;
     int64_t documents = 0;
+    while (sets < MOST_SETS && c->sets[sets] != NULL)
+        sets++;
     while (documents < MOST_DOCUMENTS && c->documents[documents] > 0)
         documents++;
-    open_case(&f, on, c, variant);
-    step_fixture_row(&f, &row, c->documents, documents, 5);
-    assert_int_equal(step_row(&f.step, &row), 0);
-    assert_true(f.seen_count > 100);
-    struct outcome outcome = {step_fixture_fetch(&f, f.step.grads), f.seen, f.seen_count};
-    f.seen = NULL;
-    row_close(&row, NULL);
-    step_fixture_release(&f);
+    step_fixture_use(&cuda);
+    step_fixture_init(&t->f, &(struct step_fixture_options){.seed = 11,
+                                                            .vocab = c->vocab,
+                                                            .hidden = c->hidden,
+                                                            .weight_scale = 0.7,
+                                                            .tied = true,
+                                                            .last_hidden = c->last_hidden,
+                                                            .sets = c->sets,
+                                                            .set_count = sets});
+    t->f.execution.threads = CPU_THREADS;
+    t->plain = t->f.execution;
+    // Logits of both sides with a standard deviation of about 2, whatever H is.
+    int64_t values = t->f.target.vocab_size * t->f.target.hidden_size;
+    float scale = 2.0f / (0.7f * sqrtf((float)t->f.target.hidden_size));
+    for (int64_t i = 0; i < values; i++)
+        t->f.embed[i] *= scale;
+    step_fixture_row(&t->f, &t->row, c->documents, documents, 5);
+}
+
+static void close_case(struct fixture *t)
+{
+    row_close(&t->row, NULL);
+    step_fixture_release(&t->f);
+}
+
+static struct outcome run_step(struct fixture *t, const struct test_backend *on,
+                               const struct variant *variant)
+{
+    struct step_fixture *f = &t->f;
+    struct execution *e = &f->execution;
+    *e = t->plain;
+    if (variant->compute != NULL)
+        snprintf(e->compute, sizeof(e->compute), "%s", variant->compute);
+    if (variant->recompute != NULL)
+        snprintf(e->recompute, sizeof(e->recompute), "%s", variant->recompute);
+    if (variant->group_blocks > 0)
+        e->group_rows = variant->group_blocks * f->sizes.block_size;
+    if (variant->chunk_rows > 0)
+        e->chunk_rows = variant->chunk_rows;
+    step_close(&f->step); // on the backend that it was opened on
+    step_fixture_use(on);
+    step_fixture_open(f);
+    assert_int_equal(step_row(&f->step, &t->row), 0);
+    assert_true(f->seen_count > 100);
+    struct outcome outcome = {step_fixture_fetch(f, f->step.grads), f->seen, f->seen_count};
+    f->seen = NULL;
+    f->seen_count = f->seen_capacity = 0;
     return outcome;
 }
 
@@ -150,12 +155,6 @@ static void outcome_free(struct outcome *outcome)
 }
 
 // ---- comparing
-
-// Names and places of the gradients' tensors.
-static void params_of(const struct step_case *c, struct step_fixture *f)
-{
-    open_case(f, cpu(), c, &(struct variant){0});
-}
 
 static void near(const char *what, int64_t slot, float got, float want)
 {
@@ -205,112 +204,78 @@ static bool same_bits(const struct outcome *a, const struct outcome *b, int64_t 
            memcmp(a->gradient, b->gradient, (size_t)elements * sizeof(float)) == 0;
 }
 
-// ---- tests, each for every case
+// ---- the tests, each of a case
 
-static void agrees_with_the_cpu(void **state)
+// In fp32, and cut otherwise: the same numbers added in another order.
+static void agrees(struct fixture *t, const struct outcome *exact)
 {
-    const struct step_case *c = *state;
-    struct step_fixture f;
-    struct outcome want = run_step(cpu(), c, &(struct variant){0});
-    struct outcome got = run_step(&cuda, c, &(struct variant){0});
-    params_of(c, &f);
-    compare_slots(&got, &want);
-    compare_gradients(&f, &got, &want, 1e-4);
-    step_fixture_release(&f);
-    outcome_free(&got);
-    outcome_free(&want);
-}
-
-// Another cut of the work adds the same numbers in another order.
-static void cuts_agree(void **state)
-{
-    const struct step_case *c = *state;
-    struct step_fixture f;
-    struct outcome want = run_step(&cuda, c, &(struct variant){0});
-    struct outcome got = run_step(&cuda, c, &(struct variant){.group_blocks = 3, .chunk_rows = 37});
-    params_of(c, &f);
-    compare_slots(&got, &want);
-    compare_gradients(&f, &got, &want, 1e-5);
-    step_fixture_release(&f);
-    outcome_free(&got);
-    outcome_free(&want);
+    struct outcome whole = run_step(t, &cuda, &(struct variant){0});
+    compare_slots(&whole, exact);
+    compare_gradients(&t->f, &whole, exact, 1e-4);
+    struct outcome cut = run_step(t, &cuda, &(struct variant){.group_blocks = 3, .chunk_rows = 37});
+    compare_slots(&cut, &whole);
+    compare_gradients(&t->f, &cut, &whole, 1e-5);
+    outcome_free(&cut);
+    outcome_free(&whole);
 }
 
 // Twice, and whatever is kept for the way back: the same bits.
-static void repeats_bitwise(void **state)
+static void repeats_bitwise(struct fixture *t, const char *compute)
 {
-    static const char *const computes[] = {"run.compute=fp32", "run.compute=bf16"};
-    static const char *const levels[] = {"none", "none", "cheap", "layer"};
-    const struct step_case *c = *state;
-    struct step_fixture f;
-    params_of(c, &f);
-    for (size_t i = 0; i < COUNT(computes); i++) {
-        struct variant variant = {.compute = computes[i], .recompute = levels[0]};
-        struct outcome want = run_step(&cuda, c, &variant);
-        for (size_t l = 1; l < COUNT(levels); l++) {
-            variant.recompute = levels[l];
-            struct outcome got = run_step(&cuda, c, &variant);
-            if (!same_bits(&got, &want, f.params.elements))
-                fail_msg("%s: other bits with recomputation %s", computes[i], levels[l]);
-            outcome_free(&got);
-        }
-        outcome_free(&want);
+    static const char *const levels[] = {"none", "cheap", "layer"};
+    struct outcome want = run_step(t, &cuda, &(struct variant){compute, levels[0], 0, 0});
+    for (size_t l = 0; l < COUNT(levels); l++) {
+        struct outcome got = run_step(t, &cuda, &(struct variant){compute, levels[l], 0, 0});
+        if (!same_bits(&got, &want, t->f.params.elements))
+            fail_msg("%s: other bits with recomputation %s", compute, levels[l]);
+        outcome_free(&got);
     }
-    step_fixture_release(&f);
+    outcome_free(&want);
 }
 
 // Both backends round the same tensors to bf16, so their errors against fp32 are alike. A tensor of few
 // numbers (64 of a head's norm) has an error that is itself known to a tenth or two.
-static void bf16_errs_like_the_cpu(void **state)
+static void bf16_errs_like_the_cpu(struct fixture *t, const struct outcome *exact)
 {
-    const struct step_case *c = *state;
-    struct variant rounded = {.compute = "run.compute=bf16"};
-    struct step_fixture f;
-    struct outcome exact = run_step(cpu(), c, &(struct variant){0});
-    struct outcome want = run_step(cpu(), c, &rounded), got = run_step(&cuda, c, &rounded);
-    params_of(c, &f);
-    for (size_t p = 0; p < f.params.count; p++) {
-        const struct param *param = &f.params.items[p];
-        const float *reference = exact.gradient + param->offset;
+    struct outcome want = run_step(t, &cpu, &(struct variant){.compute = "bf16"});
+    struct outcome got = run_step(t, &cuda, &(struct variant){.compute = "bf16"});
+    for (size_t p = 0; p < t->f.params.count; p++) {
+        const struct param *param = &t->f.params.items[p];
+        const float *reference = exact->gradient + param->offset;
         double mine = relative_error(got.gradient + param->offset, reference, param->count);
         double its = relative_error(want.gradient + param->offset, reference, param->count);
         if (!(mine <= 1.5 * its))
             fail_msg("%s: error %g, on the CPU %g", param->name, mine, its);
         assert_true(mine > 1e-5); // it is bf16
     }
-    step_fixture_release(&f);
-    outcome_free(&exact);
     outcome_free(&want);
     outcome_free(&got);
 }
 
+static void step_on_cuda(void **state)
+{
+    struct fixture t;
+    open_case(&t, *state);
+    struct outcome exact = run_step(&t, &cpu, &(struct variant){0});
+    agrees(&t, &exact);
+    repeats_bitwise(&t, "fp32");
+    repeats_bitwise(&t, "bf16");
+    bf16_errs_like_the_cpu(&t, &exact);
+    outcome_free(&exact);
+    close_case(&t);
+}
+
 int main(int argc, char **argv)
 {
-    static const struct {
-        const char *name;
-        CMUnitTestFunction run;
-    } each[] = {{"agrees with the CPU", agrees_with_the_cpu},
-                {"cuts agree", cuts_agree},
-                {"repeats bitwise", repeats_bitwise},
-                {"bf16 errs like the CPU", bf16_errs_like_the_cpu}};
-    static struct CMUnitTest tests[COUNT(each) * COUNT(step_cases)];
-    char *names[COUNT(tests)];
+    static struct CMUnitTest tests[COUNT(step_cases)];
     size_t count = 0;
     int status = test_backend_named(&cuda, argc > 1 ? argv[1] : "cuda");
     if (status != 0)
         return status;
-    for (size_t i = 0; i < COUNT(each); i++)
-        for (size_t c = 0; c < COUNT(step_cases); c++) {
-            names[count] = memory_format("%s: %s", each[i].name, step_cases[c].name);
-            tests[count] =
-                (struct CMUnitTest){names[count], each[i].run, NULL, NULL, (void *)&step_cases[c]};
-            if (argc <= 2 || strstr(names[count], argv[2]) != NULL)
-                count++;
-            else
-                free(names[count]);
-        }
-    int failed = _cmocka_run_group_tests(cuda.name, tests, count, NULL, NULL);
-    for (size_t i = 0; i < count; i++)
-        free(names[i]);
-    return failed;
+    test_backend_named(&cpu, "cpu");
+    for (size_t c = 0; c < COUNT(step_cases); c++)
+        if (argc <= 2 || strstr(step_cases[c].name, argv[2]) != NULL)
+            tests[count++] = (struct CMUnitTest){step_cases[c].name, step_on_cuda, NULL, NULL,
+                                                 (void *)&step_cases[c]};
+    return _cmocka_run_group_tests(cuda.name, tests, count, NULL, NULL);
 }
