@@ -56,15 +56,25 @@ static uint64_t name_hash(const char *name)
     return hash;
 }
 
-void params_initialize(const struct params *params, uint64_t seed, double init_std, float *flat)
+void params_values(const struct params *params, uint64_t seed, double init_std, int64_t first,
+                   int64_t count, float *out)
 {
-    memset(flat, 0, (size_t)params->elements * sizeof(*flat));
+    memset(out, 0, (size_t)count * sizeof(*out));
     for (size_t i = 0; i < params->count; i++) {
         const struct param *param = &params->items[i];
         struct rng_key key = rng_key_make(seed, 0, name_hash(param->name), RNG_INIT);
+        int64_t begin = first > param->offset ? first - param->offset : 0;
+        int64_t end = first + count - param->offset;
+        if (end > param->count)
+            end = param->count;
 #pragma omp parallel for schedule(static)
-        for (int64_t j = 0; j < param->count; j++)
-            flat[param->offset + j] =
+        for (int64_t j = begin; j < end; j++)
+            out[param->offset + j - first] =
                 param->norm ? 1.0f : (float)(init_std * (double)rng_normal(key, (uint64_t)j));
     }
+}
+
+void params_initialize(const struct params *params, uint64_t seed, double init_std, float *flat)
+{
+    params_values(params, seed, init_std, 0, params->elements, flat);
 }

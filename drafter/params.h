@@ -36,6 +36,10 @@ const struct param *params_find(const struct params *params, const char *name);
 // Initial fp32 values into flat [elements] (padding 0): a function of (seed, tensor name, index) only.
 void params_initialize(const struct params *params, uint64_t seed, double init_std, float *flat);
 
+// The same for values [first, first + count) of the flat array.
+void params_values(const struct params *params, uint64_t seed, double init_std, int64_t first,
+                   int64_t count, float *out);
+
 enum { PARAM_ALIGNMENT = 64 };
 
 #endif

@@ -19,9 +19,6 @@ struct checkpoint_info {
     const char *target_name; // for the export
     uint64_t data_fingerprint;
     const char *command; // as typed
-    // Of the writer's snapshot, so that copies into it are fast; NULL: plain memory.
-    void *(*host_alloc)(size_t);
-    void (*host_free)(void *);
 };
 
 // Writes DIR/step-<step> by way of a temporary name, fsync, rename, DONE. On failure the error is

@@ -66,9 +66,19 @@ static void write_snapshot(struct checkpoint_writer *writer)
     pthread_mutex_unlock(&writer->lock);
 }
 
+static bool has_work(void *context)
+{
+    struct checkpoint_writer *writer = context;
+    pthread_mutex_lock(&writer->lock);
+    bool work = writer->busy || writer->quit;
+    pthread_mutex_unlock(&writer->lock);
+    return work;
+}
+
 static void *run_writer(void *argument)
 {
     struct checkpoint_writer *writer = argument;
+    model_state_populate(&writer->snapshot, has_work, writer);
     for (;;) {
         pthread_mutex_lock(&writer->lock);
         while (!writer->busy && !writer->quit)
@@ -90,10 +100,7 @@ int checkpoint_writer_open(struct checkpoint_writer **writer, const char *direct
     w->info = info;
     w->keep = keep;
     w->background = background;
-    if (info->host_alloc != NULL)
-        model_state_open_in(&w->snapshot, params, info->host_alloc, info->host_free);
-    else
-        model_state_open(&w->snapshot, params);
+    model_state_open(&w->snapshot, params);
     pthread_condattr_t attributes;
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);

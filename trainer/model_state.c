@@ -1,36 +1,48 @@
 // Owns host memory for the state that training changes.
 #include "trainer/model_state.h"
 
+#include <stdint.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 
 #include "base/memory.h"
 
-static void *zeros(size_t bytes)
-{
-    return memory_alloc(bytes, 1);
-}
-
 void model_state_open(struct model_state *state, const struct params *params)
 {
-    model_state_open_in(state, params, zeros, free);
+    size_t elements = (size_t)params->elements;
+    *state = (struct model_state){.params = params};
+    state->master = memory_alloc(elements, sizeof(float));
+    state->m = memory_alloc(elements, sizeof(float));
+    state->v = memory_alloc(elements, sizeof(float));
 }
 
-void model_state_open_in(struct model_state *state, const struct params *params,
-                         void *(*host_alloc)(size_t), void (*host_free)(void *))
+// Whole pages of an array, in slices: others that want address space do not wait long.
+static void populate(float *array, size_t bytes, bool (*stop)(void *context), void *context)
 {
-    size_t bytes = (size_t)params->elements * sizeof(float);
-    *state = (struct model_state){.params = params, .free = host_free};
-    state->master = host_alloc(bytes);
-    state->m = host_alloc(bytes);
-    state->v = host_alloc(bytes);
+    const uintptr_t page = 4096, slice = 64 << 20;
+    uintptr_t at = ((uintptr_t)array + page - 1) / page * page;
+    uintptr_t end = ((uintptr_t)array + bytes) / page * page;
+    if (at >= end)
+        return;
+    madvise((void *)at, end - at, MADV_HUGEPAGE); // refused where there are none
+    for (; at < end && !stop(context); at += slice)
+        if (madvise((void *)at, end - at < slice ? end - at : slice, MADV_POPULATE_WRITE) != 0)
+            return; // an older kernel: pages come at first use
+}
+
+void model_state_populate(const struct model_state *state, bool (*stop)(void *context),
+                          void *context)
+{
+    size_t bytes = (size_t)state->params->elements * sizeof(float);
+    populate(state->master, bytes, stop, context);
+    populate(state->m, bytes, stop, context);
+    populate(state->v, bytes, stop, context);
 }
 
 void model_state_close(struct model_state *state)
 {
-    if (state->free != NULL) {
-        state->free(state->master);
-        state->free(state->m);
-        state->free(state->v);
-    }
+    free(state->master);
+    free(state->m);
+    free(state->v);
     *state = (struct model_state){0};
 }

@@ -30,9 +30,10 @@ struct model_state {
 };
 
 void model_state_open(struct model_state *state, const struct params *params);
-// The same in memory of the given allocator, whose contents are undefined at first.
-void model_state_open_in(struct model_state *state, const struct params *params,
-                         void *(*host_alloc)(size_t), void (*host_free)(void *));
+// Makes the system give the memory now instead of at first use, without touching contents: for a thread
+// beside the one that uses it. Ends early when stop() says so.
+void model_state_populate(const struct model_state *state, bool (*stop)(void *context),
+                          void *context);
 void model_state_close(struct model_state *state);
 
 #endif

@@ -241,12 +241,7 @@ int resume_find(struct resume *resume, const struct run_folder *folder, struct s
 int resume_load(struct resume *resume, const struct session *session, struct model_state *state,
                 struct error *err)
 {
-    size_t bytes = (size_t)session->params.elements * sizeof(float);
     if (resume->path == NULL) {
-        params_initialize(&session->params, (uint64_t)session->config->run.seed,
-                          session->config->drafter.init_std, state->master);
-        memset(state->m, 0, bytes);
-        memset(state->v, 0, bytes);
         state->counters = (struct counters){.last_validation = -1};
         return 0;
     }

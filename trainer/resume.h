@@ -18,7 +18,7 @@ struct resume {
 // Writes nothing.
 int resume_find(struct resume *resume, const struct run_folder *folder, struct session *session,
                 struct error *err);
-// Fills state: from the checkpoint, whose data must be the session's, or with initial weights.
+// Fills state from the checkpoint, whose data must be the session's; without one, its counters only.
 int resume_load(struct resume *resume, const struct session *session, struct model_state *state,
                 struct error *err);
 // Writes execution.json and the resolved config.yaml into the run folder.

@@ -118,40 +118,6 @@ void step_plan(struct arena *arena, const struct step_setup *setup)
     dflash_close(&step.dflash);
 }
 
-static void convert_frozen(const void *from, enum dtype from_type, int64_t count, void *to,
-                           enum dtype to_type)
-{
-#pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < count; i++) {
-        float value = from_type == DTYPE_BF16 ? bf16_to_float(((const bf16 *)from)[i])
-                                              : ((const float *)from)[i];
-        if (to_type == DTYPE_BF16)
-            ((bf16 *)to)[i] = bf16_from_float(value);
-        else
-            ((float *)to)[i] = value;
-    }
-}
-
-// Copies a target tensor into backend memory in `type`, in pieces through a host buffer.
-static void load_frozen(struct step *step, const struct target_tensor *tensor, void *to,
-                        enum dtype type)
-{
-    const struct backend *backend = step->setup.backend;
-    int64_t count = tensor->rows * tensor->columns, most = 1 << 24;
-    int64_t piece = count < most ? count : most;
-    unsigned char *buffer = backend->host_alloc((size_t)piece * dtype_size(type));
-    for (int64_t at = 0; at < count; at += piece) {
-        int64_t n = count - at < piece ? count - at : piece;
-        const unsigned char *from =
-            (const unsigned char *)tensor->data + (size_t)at * dtype_size(tensor->dtype);
-        convert_frozen(from, tensor->dtype, n, buffer, type);
-        backend->copy_in(step->stream, (unsigned char *)to + (size_t)at * dtype_size(type), buffer,
-                         (size_t)n * dtype_size(type));
-        backend->sync(step->stream);
-    }
-    backend->host_free(buffer);
-}
-
 static void open_host(struct step *step)
 {
     const struct step_setup *s = &step->setup;
@@ -172,6 +138,14 @@ static void open_host(struct step *step)
     loss_open(&step->loss, s->backend);
 }
 
+// Bytes of the largest array that is brought in.
+static size_t largest_array(const struct step_setup *setup)
+{
+    size_t frozen = (size_t)(setup->target->embed.rows * setup->target->hidden_size);
+    size_t state = (size_t)setup->params->elements;
+    return (state > frozen ? state : frozen) * sizeof(float);
+}
+
 int step_open(struct step *step, const struct step_setup *setup, struct error *err)
 {
     (void)err;
@@ -189,15 +163,16 @@ int step_open(struct step *step, const struct step_setup *setup, struct error *e
     arena_place(&step->arena, step->memory, step->arena.bytes);
     plan_pass(step, &step->arena);
     step_stage_open(&step->stage, backend);
+    transfer_open(&step->transfer, backend, largest_array(setup));
     step_clock_start(&step->clock, backend, step->stream);
     open_host(step);
     dflash_open(&step->dflash, backend, step->stream);
     if (setup->training) // what lies between tensors is never written
         backend->zero(step->stream, step->grads, (size_t)setup->params->elements * sizeof(float));
-    load_frozen(step, &setup->target->embed, step->embed, compute_type(setup));
+    step_load_frozen(step, &setup->target->embed, step->embed, compute_type(setup));
     if (!setup->target->tied)
-        load_frozen(step, &setup->target->head, step->head, compute_type(setup));
-    load_frozen(step, &setup->target->norm, step->norm, DTYPE_F32);
+        step_load_frozen(step, &setup->target->head, step->head, compute_type(setup));
+    step_load_frozen(step, &setup->target->norm, step->norm, DTYPE_F32);
     return 0;
 }
 
@@ -215,41 +190,13 @@ void step_close(struct step *step)
     if (step->stream != NULL)
         step->setup.backend->sync(step->stream);
     step_stage_close(&step->stage);
+    transfer_close(&step->transfer);
     if (step->memory != NULL)
         step->setup.backend->free(step->memory);
     if (step->stream != NULL)
         step->setup.backend->stream_close(step->stream);
     arena_release(&step->arena);
     *step = (struct step){0};
-}
-
-void step_load(struct step *step, const struct model_state *state)
-{
-    const struct backend *backend = step->setup.backend;
-    size_t bytes = (size_t)step->setup.params->elements * sizeof(float);
-    backend->copy_in(step->stream, step->master, state->master, bytes);
-    if (step->setup.training) {
-        backend->copy_in(step->stream, step->m, state->m, bytes);
-        backend->copy_in(step->stream, step->v, state->v, bytes);
-    }
-    if (step->weights != (void *)step->master)
-        backend->kernels->convert(step->stream,
-                                  &(struct convert){.count = step->setup.params->elements,
-                                                    .from = step->master,
-                                                    .to = step->weights,
-                                                    .from_type = DTYPE_F32,
-                                                    .to_type = compute_type(&step->setup)});
-    backend->sync(step->stream);
-}
-
-void step_save(struct step *step, struct model_state *state)
-{
-    const struct backend *backend = step->setup.backend;
-    size_t bytes = (size_t)step->setup.params->elements * sizeof(float);
-    backend->copy_out(step->stream, state->master, step->master, bytes);
-    backend->copy_out(step->stream, state->m, step->m, bytes);
-    backend->copy_out(step->stream, state->v, step->v, bytes);
-    backend->sync(step->stream);
 }
 
 static void lap(struct step *step, enum step_part part)

@@ -11,6 +11,7 @@
 #include "trainer/model_state.h"
 #include "trainer/step_clock.h"
 #include "trainer/step_stage.h"
+#include "trainer/transfer.h"
 
 struct step_setup {
     const struct config *config;
@@ -46,6 +47,7 @@ struct step {
     float *master, *m, *v, *grads;
     void *embed, *head;                // frozen, compute dtype
     float *norm;                       // [H] fp32, frozen
+    struct transfer transfer;          // of target and state
     struct step_stage stage;           // features
     double *squares, *squares_scratch; // [param count], [SUM_SQUARES_PARTS]
     double *h_squares;
@@ -71,7 +73,12 @@ void step_plan(struct arena *arena, const struct step_setup *setup);
 int step_open(struct step *step, const struct step_setup *setup, struct error *err);
 void step_close(struct step *step);
 
+// Initial weights of the config's seed; moments 0.
+void step_initialize(struct step *step);
 void step_load(struct step *step, const struct model_state *state);
+// A tensor of the target to backend memory in `type`.
+void step_load_frozen(struct step *step, const struct target_tensor *tensor, void *to,
+                      enum dtype type);
 // Copies masters and moments into the snapshot (not the counters).
 void step_save(struct step *step, struct model_state *state);
 

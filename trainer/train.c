@@ -23,11 +23,17 @@
 
 enum { NAMED_DOCUMENTS = 16 }; // documents of a step that an error lists
 
+// When parts of the start had ended.
+struct start_times {
+    double begin, session, step, state, readers, products;
+};
+
 struct run {
     const struct options *options;
     struct config config;
     struct session session;
     struct run_folder folder;
+    struct start_times times;
     struct step step;
     struct model_state *snapshot; // borrowed from the writer
     struct checkpoint_writer *writer;
@@ -83,6 +89,11 @@ static void describe_start(const struct run *run)
              e->recompute, (long long)e->threads,
              byte_size_text((double)run->planned_bytes, planned),
              byte_size_text((double)run->begin_bytes, begin));
+    const struct start_times *t = &run->times;
+    log_info("start: %.1f s: documents and device %.1f, memory and target %.1f, weights %.1f, "
+             "rows %.1f, products %.1f",
+             t->products - t->begin, t->session - t->begin, t->step - t->session,
+             t->state - t->step, t->readers - t->state, t->products - t->readers);
     log_info("steps: %lld, from step %lld", (long long)run->steps.total,
              (long long)run->counters.step + 1);
 }
@@ -379,6 +390,7 @@ static int load_state(struct run *run, struct resume *resume, int *status, struc
     struct step_setup setup = session_step_setup(session, true);
     if (step_open(&run->step, &setup, err) != 0)
         return -1;
+    run->times.step = timer_now();
     run->step.stop = signals_stop;
     struct model_state *state = checkpoint_writer_snapshot(run->writer);
     if (resume_load(resume, session, state, err) != 0) {
@@ -388,7 +400,11 @@ static int load_state(struct run *run, struct resume *resume, int *status, struc
     run->counters = state->counters;
     run->saved_step =
         resume_is_own(resume, &run->folder, state->counters.step) ? state->counters.step : -1;
-    step_load(&run->step, state);
+    if (resume->path != NULL)
+        step_load(&run->step, state);
+    else
+        step_initialize(&run->step);
+    run->times.state = timer_now();
     return 0;
 }
 
@@ -421,15 +437,20 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
                                          .target = &session->target,
                                          .target_name = session->target_name,
                                          .data_fingerprint = session_fingerprint(session),
-                                         .command = run->options->command,
-                                         .host_alloc = session->backend->host_alloc,
-                                         .host_free = session->backend->host_free};
+                                         .command = run->options->command};
     if (checkpoint_writer_open(&run->writer, run->folder.checkpoints, &session->params, &run->info,
                                config->checkpoint.keep, config->checkpoint.background, err) != 0 ||
         load_state(run, resume, status, err) != 0 || check_bad_fraction(run, err) != 0)
         return -1;
     session_count_steps(session, &run->steps);
     *status = EXIT_FAILED;
+    // Readers fill the first rows while products are timed.
+    if (session->has_val &&
+        validation_open(&run->validation, session, &run->step, config->validation.rows, err) != 0)
+        return -1;
+    if (open_prefetch(run, err) != 0)
+        return -1;
+    run->times.readers = timer_now();
     if (step_tune(&run->step, &session->execution, err) != 0)
         return error_add(err, "%s/execution.json holds it; --replan chooses anew",
                          resume->path != NULL ? resume->path : run->folder.path);
@@ -437,10 +458,8 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
         run_folder_start(&run->folder, resume->path != NULL ? &run->counters : NULL,
                          config->log.tensorboard, err) != 0)
         return -1;
-    if (session->has_val &&
-        validation_open(&run->validation, session, &run->step, config->validation.rows, err) != 0)
-        return -1;
-    return open_prefetch(run, err);
+    run->times.products = timer_now();
+    return 0;
 }
 
 // From the config to a run that is ready for its first step. Every fault is a refusal (status 2)
@@ -459,6 +478,7 @@ static int open_run(struct run *run, int *status, struct error *err)
                          options->config);
     if (session_open(session, config, SESSION_TRAIN | SESSION_VAL, err) != 0)
         return -1;
+    run->times.session = timer_now();
     run->begin_bytes = (size_t)peak_memory(run);
     if (plan_admit(session, true, false, &run->planned_bytes, err) != 0)
         return -1;
@@ -506,6 +526,7 @@ int command_train(const struct options *options)
     struct run run = {.options = options, .folder = {.lock_fd = -1}};
     struct error err = {0};
     int status;
+    run.times.begin = timer_now();
     config_init(&run.config);
     signals_install();
     if (open_run(&run, &status, &err) == 0) {

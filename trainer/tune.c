@@ -10,7 +10,7 @@
 #include "base/rng.h"
 #include "base/timer.h"
 
-static const double tuning_seconds = 5.0;
+static const double tuning_seconds = 3.0;
 
 // Random features: a piece, then copies of what is there.
 static void fill_features(bf16 *features, size_t count)
