@@ -97,7 +97,7 @@ static __global__ void __launch_bounds__(WARPS *WARP, CTAS)
     clear<1, COLUMNS / 8>(dk);
     clear<1, COLUMNS / 8>(dv);
     load_key_tile<D, THREADS, KEYS>(op, kv_head, tile, shared_address(shared));
-    struct query_cursor cursor = cursor_make<KEYS, ROWS>(op, q, plan, tile);
+    struct query_cursor cursor = cursor_make<KEYS>(op, q, plan, tile);
     int at = cursor_next<KEYS>(&cursor, plan, tile), stage = 0;
     if (at >= 0)
         load_stage<ROWS, D, THREADS>(op, q, kv_head, at, tile.own, stages);

@@ -37,7 +37,8 @@ static __device__ __forceinline__ void fetch_keys(struct tile_ring<SLOTS> *ring,
 // Items come with the heaviest first, as blocks are sorted and the last ones of a document see the most
 // of it. CTAs take turns, every second turn in reverse, so that all have about the same work.
 struct item {
-    int kv_head, first; // first row of the matrix of queries
+    int kv_head, first;       // first row of the matrix of queries
+    struct query_matrix rows; // the matrix up to the item's last row
 };
 
 struct item_cursor {
@@ -46,26 +47,30 @@ struct item_cursor {
 
 static __device__ __forceinline__ struct item_cursor items_begin(const struct query_matrix &q)
 {
-    return {0, (q.count + ROWS - 1) / ROWS};
+    int rows = rows_used(q, ROWS);
+    return {0, (q.count + rows - 1) / rows};
 }
 
 static __device__ __forceinline__ bool item_next(const struct attention &op,
+                                                 const struct query_matrix &q,
                                                  struct item_cursor *cursor, struct item *item)
 {
     int ctas = (int)gridDim.x, at = (int)blockIdx.x, heads = (int)op.kv_heads;
     int i = cursor->turn * ctas + (cursor->turn % 2 == 0 ? at : ctas - 1 - at);
     cursor->turn++;
     item->kv_head = i % heads;
-    item->first = (cursor->tiles - 1 - i / heads) * ROWS;
+    item->rows = q;
+    item->first = (cursor->tiles - 1 - i / heads) * rows_used(q, ROWS);
+    item->rows.count = min(item->first + rows_used(q, ROWS), q.count);
     return i < cursor->tiles * heads;
 }
 
 // The blocks' own keys of an item, without a look at what is in memory.
 static __device__ __forceinline__ struct key_step own_step(const struct attention &op,
-                                                           const struct query_matrix &q, int first)
+                                                           const struct item &item)
 {
-    int size = (int)op.block_size, last = row_of(q, min(first + ROWS, q.count) - 1);
-    return {true, true, row_of(q, first) / size * size, (last / size + 1) * size};
+    int size = (int)op.block_size, last = row_of(item.rows, item.rows.count - 1);
+    return {true, true, row_of(item.rows, item.first) / size * size, (last / size + 1) * size};
 }
 
 // The warp that fills the ring: keys, values, keys, values. One lane gives the orders.
@@ -80,18 +85,18 @@ produce(const struct attention &op, const struct query_matrix &q, const struct a
     struct tile_ring<SLOTS> ring = ring_make<SLOTS>(base + Layout::BARRIERS);
     struct tile_ring<ITEMS> items = ring_make<ITEMS>(base + Layout::ITEM_BARRIERS);
     struct item_cursor cursor = items_begin(q);
-    for (struct item item; item_next(op, &cursor, &item); ring_next(&items)) {
+    for (struct item item; item_next(op, q, &cursor, &item); ring_next(&items)) {
         ring_wait_empty(items);
         if (leads) {
             uint32_t to = base + items.slot * Layout::ITEM;
-            barrier_expect(ring_full(items), Layout::ITEM);
+            barrier_expect(ring_full(items), Layout::ITEM / ROWS * rows_used(q, ROWS));
             fetch_queries<D, ROWS>(q, item.kv_head, item.first, to, &maps.q, ring_full(items));
             if (with_dout)
                 fetch_queries<D, ROWS>(q, item.kv_head, item.first, to + Layout::QUERY, &maps.dout,
                                        ring_full(items));
         }
         struct span_bounds context;
-        struct key_step step = own_step(op, q, item.first);
+        struct key_step step = own_step(op, item);
         for (bool known = false; step.there;
              step = step_after<ROWS, KEYS>(step, context, spans[items.slot])) {
             if (leads) {
@@ -120,9 +125,9 @@ produce_spans(const struct attention &op, const struct query_matrix &q, unsigned
     struct tile_ring<ITEMS> items =
         ring_make<ITEMS>(shared_address(shared) + Layout::ITEM_BARRIERS);
     struct item_cursor cursor = items_begin(q);
-    for (struct item item; item_next(op, &cursor, &item); ring_next(&items)) {
+    for (struct item item; item_next(op, q, &cursor, &item); ring_next(&items)) {
         ring_wait_empty(items);
-        spans_load<ROWS>(op, q, item.first, threadIdx.x % WARP, WARP, &spans[items.slot]);
+        spans_load<ROWS>(op, item.rows, item.first, threadIdx.x % WARP, WARP, &spans[items.slot]);
         barrier_arrive(ring_full(items));
     }
 }
@@ -130,9 +135,12 @@ produce_spans(const struct attention &op, const struct query_matrix &q, unsigned
 // An item is full when its queries have come and each lane of the other warp has written; it is empty
 // when all warps that compute and the one that fills the ring are done with it.
 template <int SLOTS, class Layout>
-static __device__ __forceinline__ void barriers_make(unsigned char *shared)
+static __device__ __forceinline__ void barriers_make(const struct query_matrix &q,
+                                                     unsigned char *shared)
 {
     uint32_t base = shared_address(shared);
+    if (rows_used(q, ROWS) < ROWS)
+        zeros_write(shared, Layout::SLOT);
     if (threadIdx.x == 0) {
         ring_init<SLOTS>(base + Layout::BARRIERS, 1, CONSUMERS / WARP);
         ring_init<ITEMS>(base + Layout::ITEM_BARRIERS, 1 + WARP, CONSUMERS / WARP + 1);
@@ -141,18 +149,18 @@ static __device__ __forceinline__ void barriers_make(unsigned char *shared)
     __syncthreads();
 }
 
-// Whether this thread computes. Otherwise its work is done.
-template <int D, int KEYS, int SLOTS, class Layout>
+// Whether this thread computes; it then has so many registers. Otherwise its work is done.
+template <int D, int KEYS, int SLOTS, int REGISTERS, class Layout>
 static __device__ __forceinline__ bool
 split_roles(const struct attention &op, const struct query_matrix &q,
             const struct attention_maps &maps, bool with_dout, unsigned char *shared)
 {
-    barriers_make<SLOTS, Layout>(shared);
+    barriers_make<SLOTS, Layout>(q, shared);
     if (threadIdx.x >= 128) {
-        registers_take<CONSUMER_REGISTERS>();
+        registers_take<REGISTERS>();
         return true;
     }
-    registers_give<PRODUCER_REGISTERS>();
+    registers_give<HOPPER_REGISTERS - 2 * REGISTERS>();
     if (threadIdx.x < WARP)
         produce<D, KEYS, SLOTS, Layout>(op, q, maps, with_dout, shared);
     else if (threadIdx.x < 2 * WARP)
@@ -286,7 +294,7 @@ static __global__ void HOPPER_BOUNDS forward_kernel(
 #if HAS_WGMMA
     typedef struct layout<D, KEYS, SLOTS, 1> Layout;
     extern __shared__ __align__(1024) unsigned char shared[];
-    if (!split_roles<D, KEYS, SLOTS, Layout>(op, q, maps, false, shared))
+    if (!split_roles<D, KEYS, SLOTS, 232, Layout>(op, q, maps, false, shared))
         return;
     const struct row_spans<ROWS> *spans = (const struct row_spans<ROWS> *)(shared + Layout::SPANS);
     uint32_t base = shared_address(shared);
@@ -294,7 +302,7 @@ static __global__ void HOPPER_BOUNDS forward_kernel(
     struct tile_ring<SLOTS> ring = ring_make<SLOTS>(base + Layout::BARRIERS);
     struct tile_ring<ITEMS> items = ring_make<ITEMS>(base + Layout::ITEM_BARRIERS);
     struct item_cursor cursor = items_begin(q);
-    for (struct item item; item_next(op, &cursor, &item); ring_next(&items)) {
+    for (struct item item; item_next(op, q, &cursor, &item); ring_next(&items)) {
         float out[1][D / 8][4], inverse[1][2];
         struct running<1> r;
         running_init<1>(&r);
@@ -303,11 +311,11 @@ static __global__ void HOPPER_BOUNDS forward_kernel(
         ring_wait_full(items);
         left_rows_load<D, ROWS, HELD>(&query,
                                       base + items.slot * Layout::ITEM + group * 64 * ROW_BYTES);
-        forward_consume<D, KEYS, SLOTS, HELD>(op, spans[items.slot], own_step(op, q, item.first),
-                                              query, base + Layout::SLOT, &ring, top, &r, out);
+        forward_consume<D, KEYS, SLOTS, HELD>(op, spans[items.slot], own_step(op, item), query,
+                                              base + Layout::SLOT, &ring, top, &r, out);
         group_sync(group + 1); // out lies where all of them read queries
-        running_end<1>(op, q, item.kv_head, item.first + top, r, inverse);
-        store_fragments<D, ROWS, 1>(op, q, item.kv_head, item.first, top, out, inverse,
+        running_end<1>(op, item.rows, item.kv_head, item.first + top, r, inverse);
+        store_fragments<D, ROWS, 1>(op, item.rows, item.kv_head, item.first, top, out, inverse,
                                     (bf16_t *)op.out, shared + items.slot * Layout::ITEM);
         copies_after_writes();
         slot_release(ring_full(items));
@@ -322,7 +330,7 @@ static __global__ void HOPPER_BOUNDS dq_kernel(struct attention op, struct query
 #if HAS_WGMMA
     typedef struct layout<D, KEYS, SLOTS, 2> Layout;
     extern __shared__ __align__(1024) unsigned char shared[];
-    if (!split_roles<D, KEYS, SLOTS, Layout>(op, q, maps, true, shared))
+    if (!split_roles<D, KEYS, SLOTS, 240, Layout>(op, q, maps, true, shared))
         return;
     const struct row_spans<ROWS> *spans = (const struct row_spans<ROWS> *)(shared + Layout::SPANS);
     uint32_t base = shared_address(shared);
@@ -330,20 +338,20 @@ static __global__ void HOPPER_BOUNDS dq_kernel(struct attention op, struct query
     struct tile_ring<SLOTS> ring = ring_make<SLOTS>(base + Layout::BARRIERS);
     struct tile_ring<ITEMS> items = ring_make<ITEMS>(base + Layout::ITEM_BARRIERS);
     struct item_cursor cursor = items_begin(q);
-    for (struct item item; item_next(op, &cursor, &item); ring_next(&items)) {
+    for (struct item item; item_next(op, q, &cursor, &item); ring_next(&items)) {
         float dq[1][D / 8][4], scale[1][2] = {{op.scale, op.scale}};
         struct row_statistics<1> statistics =
-            statistics_of<1>(op, q, item.kv_head, item.first + top);
+            statistics_of<1>(op, item.rows, item.kv_head, item.first + top);
         clear<1, D / 8>(dq);
         struct left_rows<D, HELD> query, dout;
         uint32_t rows = base + items.slot * Layout::ITEM + group * 64 * ROW_BYTES;
         ring_wait_full(items);
         left_rows_load<D, ROWS, HELD>(&query, rows);
         left_rows_load<D, ROWS, HELD>(&dout, rows + Layout::QUERY);
-        dq_consume<D, KEYS, SLOTS, HELD>(op, spans[items.slot], own_step(op, q, item.first), query,
-                                         dout, base + Layout::SLOT, &ring, top, statistics, dq);
+        dq_consume<D, KEYS, SLOTS, HELD>(op, spans[items.slot], own_step(op, item), query, dout,
+                                         base + Layout::SLOT, &ring, top, statistics, dq);
         group_sync(group + 1); // dq lies where all of them read queries
-        store_fragments<D, ROWS, 1>(op, q, item.kv_head, item.first, top, dq, scale,
+        store_fragments<D, ROWS, 1>(op, item.rows, item.kv_head, item.first, top, dq, scale,
                                     (bf16_t *)op.dq, shared + items.slot * Layout::ITEM);
         copies_after_writes();
         slot_release(ring_full(items));
@@ -360,7 +368,7 @@ static void launch(struct stream *stream, const struct attention *op, tile_kerne
     struct query_matrix q = query_matrix_make(op);
     struct attention_maps maps;
     attention_maps_make(op, ROWS, keys, &maps);
-    int64_t items = divide_up(q.count, ROWS) * op->kv_heads;
+    int64_t items = divide_up(q.count, rows_used(q, ROWS)) * op->kv_heads;
     int device = 0, processors = 0;
     cuda_check(cudaGetDevice(&device));
     cuda_check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
@@ -374,7 +382,7 @@ static void launch(struct stream *stream, const struct attention *op, tile_kerne
 bool attention_fits_hopper(struct stream *stream, const struct attention *op)
 {
     int64_t group = op->heads / op->kv_heads;
-    if (stream->generic || (op->head_dim != 64 && op->head_dim != 128) || 64 % group != 0)
+    if (stream->generic || (op->head_dim != 64 && op->head_dim != 128) || group > 64)
         return false;
     cudaFuncAttributes built;
     cuda_check(cudaFuncGetAttributes(&built, forward_kernel<128, 64, 8, true>));

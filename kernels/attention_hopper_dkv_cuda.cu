@@ -4,7 +4,7 @@
 #include "kernels/attention_plan.cuh"
 #include "kernels/attention_wgmma.cuh"
 
-enum { KEYS = 128, GROUP_KEYS = 64, ROWS = 64, NUMBERS = 3 };
+enum { KEYS = 128, GROUP_KEYS = 64, ROWS = 64, NUMBERS = 3, REGISTERS = 240 };
 
 // What the warps that compute are told about a tile of queries.
 enum tile_state { TILE_MASKED, TILE_WHOLE, TILE_NONE }; // NONE: there are no more
@@ -33,8 +33,8 @@ fetch_tile(struct tile_ring<SLOTS> *ring, uint32_t slots, const CUtensorMap *map
 {
     constexpr int TILE = tile_bytes<ROWS, D>();
     ring_wait_empty(*ring);
-    barrier_expect(ring_full(*ring), TILE);
-    fetch_queries<D, ROWS>(q, kv_head, tile * ROWS, slots + ring->slot * TILE, map,
+    barrier_expect(ring_full(*ring), TILE / ROWS * rows_used(q, ROWS));
+    fetch_queries<D, ROWS>(q, kv_head, tile * rows_used(q, ROWS), slots + ring->slot * TILE, map,
                            ring_full(*ring));
     ring_next(ring);
 }
@@ -46,7 +46,7 @@ produce_tiles(const struct attention &op, const struct query_matrix &q,
               const struct key_tile &keys, int kv_head, uint32_t slots, uint32_t barriers)
 {
     struct tile_ring<SLOTS> ring = ring_make<SLOTS>(barriers);
-    struct query_cursor cursor = cursor_make<KEYS, ROWS>(op, q, plan, keys);
+    struct query_cursor cursor = cursor_make<KEYS>(op, q, plan, keys);
     for (int tile; (tile = cursor_next<KEYS>(&cursor, plan, keys)) >= 0;) {
         if (threadIdx.x % WARP == 0) {
             fetch_tile<D, SLOTS>(&ring, slots, &maps.q, q, kv_head, tile);
@@ -61,14 +61,15 @@ static __device__ __forceinline__ void write_numbers(const struct attention &op,
                                                      int kv_head, int tile,
                                                      struct query_rows<ROWS> *to)
 {
+    int first = tile * rows_used(q, ROWS), used = min(rows_used(q, ROWS), q.count - first);
     for (int at = threadIdx.x % WARP; at < ROWS; at += WARP) {
-        int m = min(tile * ROWS + at, q.count - 1), row = row_of(q, m);
+        int m = first + min(at, used - 1), row = row_of(q, m);
         int64_t index = index_of(op, q, kv_head, m);
         struct span seen = own ? own_span(op, row) : context_span(op, row);
         to->begin[at] = seen.begin;
         to->end[at] = seen.end;
-        to->lse[at] = op.lse[index];
-        to->delta[at] = op.delta[index];
+        to->lse[at] = at < used ? op.lse[index] : INFINITY;
+        to->delta[at] = at < used ? op.delta[index] : 0.0f;
     }
 }
 
@@ -79,7 +80,7 @@ produce_numbers(const struct attention &op, const struct query_matrix &q,
                 struct tile_numbers *numbers, uint32_t barriers)
 {
     struct tile_ring<NUMBERS> ring = ring_make<NUMBERS>(barriers);
-    struct query_cursor cursor = cursor_make<KEYS, ROWS>(op, q, plan, keys);
+    struct query_cursor cursor = cursor_make<KEYS>(op, q, plan, keys);
     int tile;
     do {
         tile = cursor_next<KEYS>(&cursor, plan, keys);
@@ -172,9 +173,13 @@ static __device__ __forceinline__ void dkv_consume(const struct dkv_tiles &tiles
 
 template <int D, int SLOTS>
 static __device__ __forceinline__ void
-prologue(const struct attention_maps &maps, const struct key_tile &keys, int kv_head, uint32_t base)
+prologue(const struct query_matrix &q, const struct attention_maps &maps,
+         const struct key_tile &keys, int kv_head, unsigned char *shared)
 {
+    uint32_t base = shared_address(shared);
     typedef struct layout<D, SLOTS> Layout;
+    if (rows_used(q, ROWS) < ROWS)
+        zeros_write(shared + Layout::SLOT, SLOTS * Layout::TILE);
     if (threadIdx.x == 0) {
         ring_init<SLOTS>(base + Layout::BARRIERS, 1, CONSUMERS / WARP);
         ring_init<NUMBERS>(base + Layout::NUMBER_BARRIERS, WARP, CONSUMERS / WARP);
@@ -209,9 +214,9 @@ static __global__ void HOPPER_BOUNDS dkv_kernel(struct attention op, struct quer
     int kv_head = (int)(blockIdx.x % op.kv_heads), warp = (int)threadIdx.x / WARP;
     struct key_tile keys = tile_of<KEYS>(op, plan);
     struct tile_numbers *numbers = (struct tile_numbers *)(shared + Layout::NUMBER);
-    prologue<D, SLOTS>(maps, keys, kv_head, base);
+    prologue<D, SLOTS>(q, maps, keys, kv_head, shared);
     if (warp < 4) {
-        registers_give<PRODUCER_REGISTERS>();
+        registers_give<HOPPER_REGISTERS - 2 * REGISTERS>();
         if (warp == 0)
             produce_tiles<D, SLOTS>(op, q, plan, maps, keys, kv_head, base + Layout::SLOT,
                                     base + Layout::BARRIERS);
@@ -219,7 +224,7 @@ static __global__ void HOPPER_BOUNDS dkv_kernel(struct attention op, struct quer
             produce_numbers(op, q, plan, keys, kv_head, numbers, base + Layout::NUMBER_BARRIERS);
         return;
     }
-    registers_take<CONSUMER_REGISTERS>();
+    registers_take<REGISTERS>();
     uint32_t own = base + (warp / 4 - 1) * GROUP_KEYS * ROW_BYTES;
     int group_first = keys.first + (warp / 4 - 1) * GROUP_KEYS;
     int first = keys.first + (warp - 4) * 16;
@@ -243,7 +248,7 @@ template <int D, int SLOTS> static void launch(struct stream *stream, const stru
 {
     constexpr int bytes = layout<D, SLOTS>::BYTES;
     struct query_matrix q = query_matrix_make(op);
-    struct attention_plan plan = attention_plan_make(stream, op, q, ROWS, KEYS);
+    struct attention_plan plan = attention_plan_make(stream, op, q, rows_used(q, ROWS), KEYS);
     struct attention_maps maps;
     attention_maps_make(op, ROWS, KEYS, &maps);
     int64_t tiles = plan.context_tiles + divide_up(op->rows, KEYS);

@@ -9,7 +9,7 @@
 struct attention_plan {
     struct span_bounds *bounds; // [query tiles]
     int32_t *counts, *order; // [context tiles] query tiles that see it; tiles, the most seen first
-    int32_t query_tiles, context_tiles;
+    int32_t query_tiles, context_tiles, rows;
 };
 
 static __device__ __forceinline__ bool may_see(const struct span_bounds &b, int first, int keys)
@@ -32,7 +32,7 @@ struct query_cursor {
     unsigned seen;      // those of them that are left
 };
 
-template <int KEYS, int ROWS>
+template <int KEYS>
 static __device__ __forceinline__ struct query_cursor
 cursor_make(const struct attention &op, const struct query_matrix &q,
             const struct attention_plan &plan, const struct key_tile &keys)
@@ -40,8 +40,8 @@ cursor_make(const struct attention &op, const struct query_matrix &q,
     if (!keys.own)
         return {-WARP, plan.query_tiles, 0};
     int size = (int)op.block_size, last = min(keys.first + KEYS, keys.limit) - 1;
-    int begin = keys.first / size * size * q.group / ROWS;
-    int end = ((last / size + 1) * size * q.group - 1) / ROWS + 1;
+    int begin = keys.first / size * size * q.group / plan.rows;
+    int end = ((last / size + 1) * size * q.group - 1) / plan.rows + 1;
     return {begin - WARP, end, 0};
 }
 

@@ -6,14 +6,14 @@ enum { COUNT_THREADS = 128, RANK_THREADS = 256 };
 
 // A warp for each tile of queries.
 static __global__ void bounds_kernel(struct attention op, struct query_matrix q,
-                                     struct attention_plan plan, int rows)
+                                     struct attention_plan plan)
 {
     int tile = (int)(blockIdx.x * COUNT_THREADS + threadIdx.x) / WARP;
     if (tile >= plan.query_tiles)
         return;
     struct span_bounds b = {INT32_MAX, 0, 0, INT32_MAX};
-    for (int i = threadIdx.x % WARP; i < rows; i += WARP)
-        bounds_add(&b, context_span(op, row_of(q, min(tile * rows + i, q.count - 1))));
+    for (int i = threadIdx.x % WARP; i < plan.rows; i += WARP)
+        bounds_add(&b, context_span(op, row_of(q, min(tile * plan.rows + i, q.count - 1))));
     b = warp_bounds(b);
     if (threadIdx.x % WARP == 0)
         plan.bounds[tile] = b;
@@ -45,6 +45,7 @@ struct attention_plan attention_plan_make(struct stream *stream, const struct at
                                           const struct query_matrix &q, int rows, int keys)
 {
     struct attention_plan plan;
+    plan.rows = rows;
     plan.query_tiles = (int32_t)divide_up(q.count, rows);
     plan.context_tiles = (int32_t)divide_up(op->context, keys);
     plan.bounds = (struct span_bounds *)stream->workspace;
@@ -55,7 +56,7 @@ struct attention_plan attention_plan_make(struct stream *stream, const struct at
     if (plan.context_tiles == 0)
         return plan;
     bounds_kernel<<<grid_size(divide_up(plan.query_tiles, COUNT_THREADS / WARP)), COUNT_THREADS, 0,
-                    stream->cuda>>>(*op, q, plan, rows);
+                    stream->cuda>>>(*op, q, plan);
     launch_check();
     count_kernel<<<grid_size(plan.context_tiles), COUNT_THREADS, 0, stream->cuda>>>(plan, keys);
     launch_check();

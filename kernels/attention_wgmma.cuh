@@ -269,6 +269,13 @@ static __device__ __forceinline__ void fetch_queries(const struct query_matrix &
 
 #endif // HAS_WGMMA
 
+// Rows of a tile of `rows` that are in use: whole block rows, all heads of the group of each. The copy
+// engine can not bring others.
+static __host__ __device__ inline int rows_used(const struct query_matrix &q, int rows)
+{
+    return rows / q.group * q.group;
+}
+
 // How the copy engine sees the tensors: q and dout as [N, heads, D] in boxes of query_rows rows of the
 // matrix of queries, keys and values as [rows, kv_heads D] in boxes of key_rows; 64 columns each.
 struct attention_maps {
@@ -281,9 +288,7 @@ void attention_maps_make(const struct attention *op, int query_rows, int key_row
 enum {
     CONSUMERS = 2 * 128, // threads that compute: two warpgroups
     HOPPER_THREADS = 128 + CONSUMERS,
-    // Of 64512 that a CTA of 384 threads can have.
-    PRODUCER_REGISTERS = 24,
-    CONSUMER_REGISTERS = 240
+    HOPPER_REGISTERS = 504 // one thread of each warpgroup has together, as 384 threads have 64512
 };
 
 // Builds without wgmma leave these kernels empty, which their bound then says.
@@ -323,6 +328,14 @@ static __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t p
 static __device__ __forceinline__ void copies_after_writes(void)
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Rows that are not in use are zeros from the start, so that they hold no NaN.
+static __device__ __forceinline__ void zeros_write(unsigned char *to, int bytes)
+{
+    for (int i = (int)threadIdx.x * 16; i < bytes; i += HOPPER_THREADS * 16)
+        *(uint4 *)(to + i) = make_uint4(0, 0, 0, 0);
+    copies_after_writes();
 }
 
 // Waits for the other threads of the warpgroup, of the CTA's third or so: group > 0.
