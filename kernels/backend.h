@@ -62,8 +62,9 @@ struct backend {
     void (*memory)(size_t *free_bytes, size_t *total_bytes);
     // Which algorithm products are computed with; all NULL on backends that have one only.
     // Between gemm_record and gemm_tune the stream remembers its products. Then gemm_tune times them,
-    // for about so many seconds at most, takes what is fastest, and lists it. The operands keep their
-    // addresses and sizes and lose their contents: A and C of all, B of those whose A is transposed.
+    // for about so many seconds at most, takes what is fastest (what the library proposes first, where
+    // there was no time), and lists it. Operands must still be where they were, and lose their
+    // contents: A and C of all, B of those whose A is transposed.
     void (*gemm_record)(struct stream *stream);
     void (*gemm_tune)(struct stream *stream, double seconds, struct gemm_algorithms *algorithms);
     // Takes what was listed before. -1 when the library does not know an algorithm.

@@ -2,9 +2,9 @@
 // then each is timed at its largest count of rows and at the buckets below, on its own buffers, whose
 // contents are lost.
 //
-// Most algorithms add up in the same order and so give the same bits. The choice is made among those
-// that agree with the library's first proposal; another order is taken only where it is faster by
-// more than a timing can be wrong. So runs that are started anew agree, too.
+// Most of the algorithms that the library proposes add up in the same order and so give the same bits.
+// Only those are chosen from that agree with its first proposal, at a count of rows that fills no
+// tile: so a timing that goes the other way changes no result, and runs that are started anew agree.
 #include <algorithm>
 #include <math.h>
 #include <string.h>
@@ -15,14 +15,17 @@
 namespace
 {
 enum {
-    CANDIDATES = 8, // more are never proposed
-    LEVELS = 12,    // buckets of a product, from the largest down
-    ROUNDS = 3,
+    CANDIDATES = 8,   // more are never proposed
+    LEVELS = 20,      // buckets of a product, from the largest down
+    PROBE_ROWS = 515, // where bits are compared: no multiple of any tile
+    ROUNDS = 2,
+    SMALL_RUNS = 4, // of a small product at a time
     THREADS = 256,
     FILL_CTAS = 1024
 };
-const double hopeless = 1.15;    // times the least in the first round: not run again
-const double other_order = 0.92; // times the first order's least: then another order is taken
+const double small_product = 2e11; // operations
+const double hopeless = 1.1;       // times the least of the first round: not run again
+const double worth_it = 0.97;      // times the first proposal's: else that is taken
 
 struct candidate {
     cublasLtMatmulAlgo_t algorithm;
@@ -104,23 +107,60 @@ double seconds_of(struct stream *stream, const struct gemm *g, struct gemm_probl
                   const cublasLtMatmulAlgo_t *algorithm, cudaEvent_t *events)
 {
     float milliseconds = 0.0f;
+    double operations = 2.0 * (double)g->m * (double)g->n * (double)g->k;
+    int runs = operations < small_product ? SMALL_RUNS : 1;
     cuda_check(cudaEventRecord(events[0], stream->cuda));
-    gemm_run(stream, g, problem, algorithm);
+    for (int run = 0; run < runs; run++)
+        gemm_run(stream, g, problem, algorithm);
     cuda_check(cudaEventRecord(events[1], stream->cuda));
     cuda_check(cudaEventSynchronize(events[1]));
     cuda_check(cudaEventElapsedTime(&milliseconds, events[0], events[1]));
-    return (double)milliseconds * 1e-3;
+    return (double)milliseconds * 1e-3 / runs;
 }
 
-// Without what is added: C holds the last candidate's result.
-void take_digest(struct stream *stream, const struct gemm *g, struct gemm_problem *problem,
-                 struct candidate *candidate)
+struct gemm with_rows(const struct gemm *gemm, int64_t rows)
 {
-    struct gemm plain = *g;
-    plain.beta = 0.0f;
-    plain.d = plain.c;
-    gemm_run(stream, &plain, problem, &candidate->algorithm);
-    candidate->digest = digest_of(stream, &plain);
+    struct gemm g = *gemm;
+    *(g.transpose_a ? &g.k : &g.m) = rows;
+    return g;
+}
+
+struct gemm_problem problem_of(const struct gemm *g)
+{
+    struct gemm_problem problem;
+    struct gemm_product product = gemm_product_of(g);
+    gemm_problem_init(&problem, &product);
+    return problem;
+}
+
+// At most `most` of the library's proposals for `g` that also work at the bucket's size and at the
+// probe's and give the same bits as the first of them.
+int collect(struct stream *stream, const struct gemm *g, struct gemm_problem *problem,
+            int64_t bucket, int most, struct candidate *candidates)
+{
+    cublasLtMatmulHeuristicResult_t results[CANDIDATES];
+    struct gemm_alignment align = gemm_alignment_of(g);
+    int64_t rows = g->transpose_a ? g->k : g->m;
+    struct gemm at_bucket = with_rows(g, bucket);
+    struct gemm probe = with_rows(g, std::min(rows, (int64_t)PROBE_ROWS));
+    probe.beta = 0.0f; // C holds the last candidate's result
+    probe.d = probe.c;
+    struct gemm_problem bucket_problem = problem_of(&at_bucket), probe_problem = problem_of(&probe);
+    memset(results, 0, sizeof(results));
+    int found = gemm_candidates(stream, problem, &align, CANDIDATES, results), count = 0;
+    for (int i = 0; i < found && count < most; i++) {
+        const cublasLtMatmulAlgo_t *algorithm = &results[i].algo;
+        if (!gemm_algorithm_works(stream, problem, &align, algorithm) ||
+            !gemm_algorithm_works(stream, &bucket_problem, &align, algorithm) ||
+            !gemm_algorithm_works(stream, &probe_problem, &align, algorithm))
+            continue;
+        gemm_run(stream, &probe, &probe_problem, algorithm);
+        candidates[count].algorithm = *algorithm;
+        candidates[count].digest = digest_of(stream, &probe);
+        if (candidates[count].digest == candidates[0].digest)
+            count++;
+    }
+    return count;
 }
 
 // Candidates take turns, since the GPU slows down while it is busy.
@@ -128,13 +168,11 @@ void measure(struct stream *stream, const struct gemm *g, struct gemm_problem *p
              struct candidate *candidates, int count, cudaEvent_t *events)
 {
     double least = INFINITY;
-    for (int i = 0; i < count; i++)
-        take_digest(stream, g, problem, &candidates[i]);
     for (int i = 0; i < count; i++) {
         candidates[i].seconds = seconds_of(stream, g, problem, &candidates[i].algorithm, events);
         least = std::min(least, candidates[i].seconds);
     }
-    for (int i = 0; i < count; i++)
+    for (int i = 1; i < count; i++)
         if (candidates[i].seconds > hopeless * least)
             candidates[i].seconds = INFINITY;
     for (int round = 1; round < ROUNDS; round++)
@@ -144,57 +182,37 @@ void measure(struct stream *stream, const struct gemm *g, struct gemm_problem *p
                     seconds_of(stream, g, problem, &candidates[i].algorithm, events);
 }
 
-// Those of the library's proposals for `g` that also work at the bucket's size.
-int collect(struct stream *stream, const struct gemm *g, struct gemm_problem *problem,
-            const struct gemm_product *bucket, struct candidate *candidates)
-{
-    cublasLtMatmulHeuristicResult_t results[CANDIDATES];
-    struct gemm_alignment align = gemm_alignment_of(g);
-    struct gemm_problem at_bucket;
-    memset(results, 0, sizeof(results));
-    gemm_problem_init(&at_bucket, bucket);
-    int found = gemm_candidates(stream, problem, &align, CANDIDATES, results), count = 0;
-    for (int i = 0; i < found; i++)
-        if (gemm_algorithm_works(stream, problem, &align, &results[i].algo) &&
-            gemm_algorithm_works(stream, &at_bucket, &align, &results[i].algo))
-            candidates[count++].algorithm = results[i].algo;
-    return count;
-}
-
 int fastest(const struct candidate *candidates, int count)
 {
-    int same = 0, any = 0;
-    for (int i = 1; i < count; i++) {
-        if (candidates[i].seconds < candidates[any].seconds)
-            any = i;
-        if (candidates[i].digest == candidates[0].digest &&
-            candidates[i].seconds < candidates[same].seconds)
-            same = i;
-    }
-    return candidates[any].seconds < other_order * candidates[same].seconds ? any : same;
+    int best = 0;
+    for (int i = 1; i < count; i++)
+        if (candidates[i].seconds < candidates[best].seconds)
+            best = i;
+    return candidates[best].seconds < worth_it * candidates[0].seconds ? best : 0;
 }
 
-void tune_bucket(struct stream *stream, const struct gemm *recorded, int64_t bucket,
+// Not timed, the bucket gets the first proposal that works, so that the time there was for timing
+// changes no bits either.
+void tune_bucket(struct stream *stream, const struct gemm *recorded, int64_t bucket, bool timed,
                  cudaEvent_t *events)
 {
     struct gemm_state *state = gemm_state_of(stream);
     struct gemm_product product = gemm_product_of(recorded);
-    struct gemm g = *recorded;
+    struct gemm g = with_rows(recorded, std::min(gemm_product_rows(&product), bucket));
+    struct gemm_problem problem = problem_of(&g);
     struct candidate candidates[CANDIDATES];
-    struct gemm_problem problem;
-    int64_t *rows = g.transpose_a ? &g.k : &g.m;
-    *rows = std::min(*rows, bucket);
-    product = gemm_product_with_rows(&product, bucket);
-    struct gemm_product timed = gemm_product_of(&g);
-    gemm_problem_init(&problem, &timed);
-    int count = collect(stream, &g, &problem, &product, candidates);
-    if (count == 0 || state->tuned_count == GEMM_ALGORITHMS)
+    if (state->tuned_count == GEMM_ALGORITHMS)
         return;
-    fill_operands(stream, &g);
-    measure(stream, &g, &problem, candidates, count, events);
+    if (timed)
+        fill_operands(stream, &g);
+    int count = collect(stream, &g, &problem, bucket, timed ? CANDIDATES : 1, candidates);
+    if (count == 0)
+        return;
+    if (count > 1)
+        measure(stream, &g, &problem, candidates, count, events);
     struct gemm_tuned *tuned = &state->tuned[state->tuned_count++];
-    tuned->product = product;
-    tuned->algorithm = candidates[fastest(candidates, count)].algorithm;
+    tuned->product = gemm_product_with_rows(&product, bucket);
+    tuned->algorithm = candidates[count > 1 ? fastest(candidates, count) : 0].algorithm;
 }
 
 // Addresses below this alignment keep products from the fast algorithms; such products are few.
@@ -223,13 +241,14 @@ void gemm_tune_cuda(struct stream *stream, double seconds, struct gemm_algorithm
     state->record = false;
     state->tuned_count = 0;
     for (int level = 0; level < LEVELS; level++) // the largest of all first: most time is there
-        for (int i = 0; i < state->recorded_count && timer_now() - begin < seconds; i++) {
+        for (int i = 0; i < state->recorded_count; i++) {
             struct gemm_product product = gemm_product_of(&state->recorded[i]);
             int64_t bucket = gemm_bucket(gemm_product_rows(&product));
             for (int down = 0; down < level; down++)
                 bucket = gemm_bucket_below(bucket);
             if (bucket > 0 && well_aligned(&state->recorded[i]))
-                tune_bucket(stream, &state->recorded[i], bucket, events);
+                tune_bucket(stream, &state->recorded[i], bucket, timer_now() - begin < seconds,
+                            events);
         }
     cuda_check(cudaEventDestroy(events[0]));
     cuda_check(cudaEventDestroy(events[1]));

@@ -298,7 +298,7 @@ static const struct backend *gpu(void)
     return chosen.backend;
 }
 
-static void tune(struct bench *bench, struct gemm_algorithms *algorithms)
+static void tune(struct bench *bench, double seconds, struct gemm_algorithms *algorithms)
 {
     put_inputs(bench);
     bench->backend->gemm_record(bench->stream);
@@ -307,7 +307,7 @@ static void tune(struct bench *bench, struct gemm_algorithms *algorithms)
             struct gemm g = gemm_of(bench, shape, rows);
             bench->backend->kernels->gemm(bench->stream, &g);
         }
-    bench->backend->gemm_tune(bench->stream, 10.0, algorithms);
+    bench->backend->gemm_tune(bench->stream, seconds, algorithms);
 }
 
 static void what_was_chosen_is_obeyed_bitwise(void **state)
@@ -315,15 +315,16 @@ static void what_was_chosen_is_obeyed_bitwise(void **state)
     (void)state;
     const struct backend *backend = gpu();
     struct gemm_algorithms *algorithms = calloc(1, sizeof(*algorithms));
+    struct gemm_algorithms *others = calloc(1, sizeof(*others));
     struct bench chosen, obeying;
     struct error err = {""};
     bench_open(&chosen, backend);
     bench_open(&obeying, backend);
     size_t bytes = chosen.bytes * SHAPES * FEWER;
     unsigned char *once = malloc(bytes), *again = malloc(bytes), *obeyed = malloc(bytes);
-    tune(&chosen, algorithms);
-    // The bucket of 1000 rows and three below it, for each shape.
-    assert_int_equal(algorithms->count, 4 * SHAPES);
+    tune(&chosen, 10.0, algorithms);
+    // The bucket of 1000 rows and the five below it, for each shape.
+    assert_int_equal(algorithms->count, 6 * SHAPES);
     assert_non_null(strstr(algorithms->items[0].product, "m 1024 "));
     run_all(&chosen, once);
     run_all(&chosen, again);
@@ -331,6 +332,14 @@ static void what_was_chosen_is_obeyed_bitwise(void **state)
     assert_int_equal(backend->gemm_obey(obeying.stream, algorithms, &err), 0);
     run_all(&obeying, obeyed);
     assert_memory_equal(once, obeyed, bytes);
+    // Another timing may choose other algorithms, and so may the lack of one, but no other bits.
+    for (int seconds = 10; seconds >= 0; seconds -= 10) {
+        tune(&obeying, (double)seconds, others);
+        assert_int_equal(others->count, algorithms->count);
+        run_all(&obeying, obeyed);
+        assert_memory_equal(once, obeyed, bytes);
+    }
+    free(others);
     free(once);
     free(again);
     free(obeyed);
@@ -349,7 +358,7 @@ static void timing_changes_no_number_much(void **state)
     bench_open(&plain, backend);
     size_t bytes = chosen.bytes * SHAPES * FEWER, wrong = 0;
     unsigned char *tuned = malloc(bytes), *first = malloc(bytes);
-    tune(&chosen, algorithms);
+    tune(&chosen, 10.0, algorithms);
     run_all(&chosen, tuned);
     run_all(&plain, first);
     // The gradients of weights are fp32: sums of 1000 products of normal numbers.
@@ -373,7 +382,7 @@ static void unknown_algorithms_are_refused(void **state)
     struct bench bench;
     struct error err = {""};
     bench_open(&bench, backend);
-    tune(&bench, algorithms);
+    tune(&bench, 10.0, algorithms);
     assert_true(algorithms->count > 1);
     struct gemm_algorithm *damaged = &algorithms->items[1];
     memset(damaged->algorithm, 'e', strlen(damaged->algorithm));

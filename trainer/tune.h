@@ -6,7 +6,7 @@
 
 // Before the first step of a run, once weights are loaded and before any row is staged: obeys the
 // algorithms that the execution holds, or, when it holds none, times those of every product of a step
-// and writes them there. Nothing is left of the made-up rows that this computes. -1 when the library
+// and writes them there. Nothing is left of the made-up row that this computes. -1 when the library
 // does not know an algorithm of the execution.
 int step_tune(struct step *step, struct execution *execution, struct error *err);
 
