@@ -36,17 +36,19 @@ static __device__ __forceinline__ struct pack<Type, N> pack_load(const Type *fro
 // The same for what is read once: it does not take the place of other data in the first-level cache.
 template <int N, typename Type>
 static __device__ __forceinline__ struct pack<Type, N> pack_load_once(const Type *from) {
-    struct pack<Type, N> p;
-    if constexpr (N == 1)
+    if constexpr (N == 1) {
         return pack_load<N>(from);
+    } else {
+        struct pack<Type, N> p;
 #pragma unroll
-    for (int i = 0; i < (int)(N * sizeof(Type) / PACK_BYTES); i++)
-        asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(p.word[4 * i]), "=r"(p.word[4 * i + 1]), "=r"(p.word[4 * i + 2]),
-                       "=r"(p.word[4 * i + 3])
-                     : "l"((const uint4 *)from + i)
-                     : "memory");
-    return p;
+        for (int i = 0; i < (int)(N * sizeof(Type) / PACK_BYTES); i++)
+            asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(p.word[4 * i]), "=r"(p.word[4 * i + 1]), "=r"(p.word[4 * i + 2]),
+                           "=r"(p.word[4 * i + 3])
+                         : "l"((const uint4 *)from + i)
+                         : "memory");
+        return p;
+    }
 }
 
 template <int N, typename Type>

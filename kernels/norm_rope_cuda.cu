@@ -1,6 +1,7 @@
-// Owns the norm and rotary embedding of heads on CUDA. A head belongs to `lanes` neighbouring threads of
-// a warp, a power of two; lane l has the pairs (i, i + head_dim / 2) of packs l, l + lanes, ... of the
-// lower half, so that rotating a head and summing over it needs no shared memory.
+// Owns the norm and rotary embedding of heads on CUDA. A head belongs to neighbouring threads of a warp,
+// its lanes, a power of two; lane l has the pairs (i, i + head_dim / 2) of packs l, l + lanes, ... of the
+// lower half, so that rotating a head and summing over it needs no shared memory. The usual sizes of
+// heads are known when the kernels are compiled; others, in packs or element by element, are not.
 #include "kernels/norm_rope.h"
 
 #include "kernels/cuda_vector.cuh"
@@ -8,165 +9,220 @@
 
 enum {
     MAX_HEAD_DIM = 512,
-    PACK = 8,                             // elements: 16 bytes of bf16, twice as many of fp32
-    MAX_SINGLE = MAX_HEAD_DIM / 2 / WARP, // packs of a lane when a pack is one element
+    PACK = 8, // elements: 16 bytes of bf16, twice as many of fp32
     THREADS = 128,
     TOGETHER = 4, // heads of a row that a thread takes at a time, forward
     BACKWARD_THREADS = 320
 };
 
-// How the heads of a call are divided.
-struct head_plan {
-    unsigned lanes; // of a head
-    unsigned slots; // of a row: slot s has the heads s, s + slots, ...; forward
-    unsigned items; // rows * slots, or heads in all backward
+static constexpr int power_of_two_from(int n)
+{
+    int power = 1;
+    while (power < n)
+        power *= 2;
+    return power;
+}
+
+// Packs of N elements, heads of 2 * HALF elements (0: as the call says).
+template <int N, int HALF> struct layout {
+    enum {
+        LANES = HALF > 0 ? power_of_two_from(HALF / N) : WARP,
+        EACH = N > 1 ? 1 : MAX_HEAD_DIM / 2 / WARP // packs of a lane
+    };
 };
 
-// Positions inside a head of the pack p of a lane; past the half: none.
-template <int N> static __device__ __forceinline__ int pair_at(int lane, int lanes, int p)
+template <int HALF> static __device__ __forceinline__ int half_of(const struct norm_rope &op)
 {
-    return (lane + p * lanes) * N;
+    return HALF > 0 ? HALF : (int)op.head_dim / 2;
+}
+
+// Place in the half of pack `e` of a lane; past the half: none.
+template <int N, int HALF> static __device__ __forceinline__ int pair_at(int lane, int e)
+{
+    return (lane + e * layout<N, HALF>::LANES) * N;
 }
 
 // Sum over the lanes of a head, the same bits in each.
-static __device__ __forceinline__ float head_sum(float x, unsigned lanes)
+template <int LANES> static __device__ __forceinline__ float head_sum(float x)
 {
-    for (unsigned distance = lanes / 2; distance > 0; distance /= 2)
+#pragma unroll
+    for (int distance = LANES / 2; distance > 0; distance /= 2)
         x += __shfl_xor_sync(0xffffffffu, x, distance);
     return x;
 }
 
-// Cosines and sines of a lane's pairs, PER packs of N.
-template <int N, int PER> struct angles {
-    float cos[PER][N], sin[PER][N];
+// A lane's share of a head, both halves.
+template <typename Type, int N, int HALF> struct head_packs {
+    struct pack<Type, N> low[layout<N, HALF>::EACH], high[layout<N, HALF>::EACH];
 };
 
-template <int N, int PER>
-static __device__ __forceinline__ void
-angles_load(struct angles<N, PER> &a, const struct norm_rope &op, int64_t row, int lane, int lanes)
-{
-    int half = (int)op.head_dim / 2;
-    int64_t position = op.positions[row];
-    bug_unless(position >= 0 && position < op.table_rows);
-#pragma unroll
-    for (int p = 0; p < PER; p++) {
-        int at = pair_at<N>(lane, lanes, p);
-        struct pack<float, N> c = pack_zero<float, N>(), s = c;
-        if (at < half) {
-            c = pack_load<N>(op.cos + position * half + at);
-            s = pack_load<N>(op.sin + position * half + at);
-        }
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            a.cos[p][i] = pack_value(c, i);
-            a.sin[p][i] = pack_value(s, i);
-        }
-    }
-}
-
-// A lane's share of a head, or of the weight: both halves.
-template <typename Type, int N, int PER> struct head_packs {
-    struct pack<Type, N> low[PER], high[PER];
+template <int N, int HALF> struct head_values {
+    float low[layout<N, HALF>::EACH][N], high[layout<N, HALF>::EACH][N];
 };
 
-template <typename Type, int N, int PER>
-static __device__ __forceinline__ void head_load(struct head_packs<Type, N, PER> &h,
-                                                 const Type *from, int half, int lane, int lanes,
-                                                 bool there)
+template <typename Type, int N, int HALF>
+static __device__ __forceinline__ void head_load(struct head_packs<Type, N, HALF> &h,
+                                                 const Type *from, int half, int lane, bool there)
 {
 #pragma unroll
-    for (int p = 0; p < PER; p++) {
-        int at = pair_at<N>(lane, lanes, p);
+    for (int e = 0; e < layout<N, HALF>::EACH; e++) {
+        int at = pair_at<N, HALF>(lane, e);
         bool mine = there && at < half;
-        h.low[p] = mine ? pack_load<N>(from + at) : pack_zero<Type, N>();
-        h.high[p] = mine ? pack_load<N>(from + at + half) : pack_zero<Type, N>();
+        h.low[e] = mine ? pack_load_once<N>(from + at) : pack_zero<Type, N>();
+        h.high[e] = mine ? pack_load_once<N>(from + at + half) : pack_zero<Type, N>();
     }
 }
 
-template <typename Type, int N, int PER>
-static __device__ __forceinline__ void head_hold(struct head_packs<Type, N, PER> &h)
+template <typename Type, int N, int HALF>
+static __device__ __forceinline__ void head_store(Type *to, const struct head_values<N, HALF> &h,
+                                                  int half, int lane)
 {
 #pragma unroll
-    for (int p = 0; p < PER; p++) {
-        pack_hold(h.low[p]);
-        pack_hold(h.high[p]);
+    for (int e = 0; e < layout<N, HALF>::EACH; e++) {
+        int at = pair_at<N, HALF>(lane, e);
+        if (at >= half)
+            continue;
+        store_values<N>(to + at, h.low[e]);
+        store_values<N>(to + at + half, h.high[e]);
     }
 }
 
-template <typename Type, int N, int PER>
-static __device__ __forceinline__ float head_squares(const struct head_packs<Type, N, PER> &h)
+template <typename Type, int N, int HALF>
+static __device__ __forceinline__ float head_squares(const struct head_packs<Type, N, HALF> &h)
 {
     float squares = 0.0f;
 #pragma unroll
-    for (int p = 0; p < PER; p++)
+    for (int e = 0; e < layout<N, HALF>::EACH; e++)
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            squares += pack_value(h.low[p], i) * pack_value(h.low[p], i);
-            squares += pack_value(h.high[p], i) * pack_value(h.high[p], i);
+            squares += pack_value(h.low[e], i) * pack_value(h.low[e], i);
+            squares += pack_value(h.high[e], i) * pack_value(h.high[e], i);
         }
     return squares;
 }
 
-// One head: y from x. y may be x, which is in registers by now.
-template <typename Type, int N, int PER>
-static __device__ __forceinline__ void
-rotate_head(const struct norm_rope &op, const struct head_packs<Type, N, PER> &x,
-            const struct head_packs<float, N, PER> &weight, const struct angles<N, PER> &angles,
-            float rstd, Type *y, int lane, int lanes)
+// Keeps the packs packed; see pack_hold.
+template <typename Type, int N, int HALF>
+static __device__ __forceinline__ void head_hold(struct head_packs<Type, N, HALF> &h)
 {
-    int half = (int)op.head_dim / 2;
 #pragma unroll
-    for (int p = 0; p < PER; p++) {
-        int at = pair_at<N>(lane, lanes, p);
-        float low[N], high[N];
+    for (int e = 0; e < layout<N, HALF>::EACH; e++) {
+        pack_hold(h.low[e]);
+        pack_hold(h.high[e]);
+    }
+}
+
+// N elements of a table in fp32; 1 where there is none.
+template <int N>
+static __device__ __forceinline__ void table_load(float (&values)[N], const float *table, int at)
+{
+    if (table == NULL) {
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            values[i] = 1.0f;
+        return;
+    }
+    struct pack<float, N> p = pack_load<N>(table + at);
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        values[i] = pack_value(p, i);
+}
+
+// Cosines and sines of a row's position.
+struct angles {
+    const float *cos, *sin; // [head_dim / 2]
+};
+
+static __device__ __forceinline__ struct angles angles_at(const struct norm_rope &op,
+                                                          int64_t position, int half)
+{
+    bug_unless(position >= 0 && position < op.table_rows);
+    struct angles a = {op.cos + position * half, op.sin + position * half};
+    return a;
+}
+
+static __device__ __forceinline__ float head_rstd(const struct norm_rope &op, float squares,
+                                                  float inverse_dim)
+{
+    return op.weight != NULL ? rsqrtf(squares * inverse_dim + op.eps) : 1.0f;
+}
+
+// The weight and the angles in one: what the two halves of x contribute to the two halves of y.
+template <int N, int HALF> struct rotation {
+    struct head_values<N, HALF> from_low, from_high;
+};
+
+template <int N, int HALF>
+static __device__ __forceinline__ void rotation_load(struct rotation<N, HALF> &r,
+                                                     const struct norm_rope &op, int64_t row,
+                                                     int half, int lane)
+{
+    struct angles angles = angles_at(op, op.positions[row], half);
+#pragma unroll
+    for (int e = 0; e < layout<N, HALF>::EACH; e++) {
+        int at = pair_at<N, HALF>(lane, e);
+        if (at >= half)
+            continue;
+        float low[N], high[N], cos[N], sin[N];
+        table_load(low, op.weight, at);
+        table_load(high, op.weight != NULL ? op.weight + half : NULL, at);
+        table_load(cos, angles.cos, at);
+        table_load(sin, angles.sin, at);
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            float a = pack_value(x.low[p], i), b = pack_value(x.high[p], i);
-            if (op.weight != NULL) {
-                a = a * rstd * pack_value(weight.low[p], i);
-                b = b * rstd * pack_value(weight.high[p], i);
-            }
-            low[i] = a * angles.cos[p][i] - b * angles.sin[p][i];
-            high[i] = b * angles.cos[p][i] + a * angles.sin[p][i];
-        }
-        if (at < half) {
-            store_values<N>(y + at, low);
-            store_values<N>(y + at + half, high);
+            r.from_low.low[e][i] = low[i] * cos[i];
+            r.from_low.high[e][i] = low[i] * sin[i];
+            r.from_high.low[e][i] = -high[i] * sin[i];
+            r.from_high.high[e][i] = high[i] * cos[i];
         }
     }
 }
 
-// An item is a slot of a row: up to HEADS heads, which share their angles.
-template <typename Type, int N, int PER, int HEADS>
-static __global__ void __launch_bounds__(THREADS)
-    forward_kernel(struct norm_rope op, struct head_plan plan)
+template <typename Type, int N, int HALF>
+static __device__ __forceinline__ void rotate(struct head_values<N, HALF> &y,
+                                              const struct head_packs<Type, N, HALF> &x,
+                                              const struct rotation<N, HALF> &r, float rstd)
 {
-    unsigned thread = blockIdx.x * THREADS + threadIdx.x, item = thread / plan.lanes;
-    int lanes = (int)plan.lanes, lane = (int)(thread % plan.lanes), half = (int)op.head_dim / 2;
-    bool there = item < plan.items;
-    int64_t row = there ? item / plan.slots : 0;
-    unsigned slot = item % plan.slots;
-    struct head_packs<Type, N, PER> x[HEADS];
-    struct head_packs<float, N, PER> weight;
+#pragma unroll
+    for (int e = 0; e < layout<N, HALF>::EACH; e++)
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            float a = pack_value(x.low[e], i), b = pack_value(x.high[e], i);
+            y.low[e][i] = rstd * (a * r.from_low.low[e][i] + b * r.from_high.low[e][i]);
+            y.high[e][i] = rstd * (b * r.from_high.high[e][i] + a * r.from_low.high[e][i]);
+        }
+}
+
+// An item is a slot of a row, with the heads slot, slot + slots, ...: up to HEADS heads, which share
+// their angles. y may be x: a head is in registers before it is written.
+template <typename Type, int N, int HALF, int HEADS>
+static __global__ void __launch_bounds__(THREADS)
+    forward_kernel(struct norm_rope op, unsigned slots, float inverse_dim)
+{
+    enum { LANES = layout<N, HALF>::LANES };
+    unsigned item = (blockIdx.x * THREADS + threadIdx.x) / LANES;
+    int lane = (int)(threadIdx.x % LANES), half = half_of<HALF>(op);
+    unsigned slot = item % slots, index = item / slots, heads = (unsigned)op.heads;
+    bool there = index < op.rows;
+    int64_t row = there ? index : 0;
+    const Type *x = (const Type *)op.x + row * op.x_stride;
+    Type *y = (Type *)op.y + row * op.heads * (2 * half);
+    struct head_packs<Type, N, HALF> packs[HEADS];
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
-        unsigned head = slot + h * plan.slots;
-        head_load(x[h], (const Type *)op.x + row * op.x_stride + head * op.head_dim, half, lane,
-                  lanes, there && head < op.heads);
+        unsigned head = slot + h * slots;
+        head_load(packs[h], x + head * (2 * half), half, lane, there && head < heads);
     }
-    head_load(weight, op.weight, half, lane, lanes, op.weight != NULL);
-    struct angles<N, PER> angles;
-    angles_load(angles, op, row, lane, lanes);
+    struct rotation<N, HALF> rotation;
+    rotation_load(rotation, op, row, half, lane);
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
-        unsigned head = slot + h * plan.slots;
-        float rstd = 1.0f;
-        if (op.weight != NULL)
-            rstd = 1.0f /
-                   sqrtf(head_sum(head_squares(x[h]), plan.lanes) / (float)op.head_dim + op.eps);
-        if (there && head < op.heads)
-            rotate_head(op, x[h], weight, angles, rstd,
-                        (Type *)op.y + (row * op.heads + head) * op.head_dim, lane, lanes);
+        unsigned head = slot + h * slots;
+        struct head_values<N, HALF> values;
+        float squares = head_sum<LANES>(head_squares(packs[h]));
+        rotate(values, packs[h], rotation, head_rstd(op, squares, inverse_dim));
+        if (there && head < heads)
+            head_store(y + head * (2 * half), values, half, lane);
     }
 }
 
@@ -185,127 +241,163 @@ static bool in_packs(const struct norm_rope *op, int64_t stride)
            packs_in(stride, PACK);
 }
 
-static struct head_plan head_plan_make(const struct norm_rope *op, int n, int together)
-{
-    struct head_plan plan;
-    plan.lanes = 1;
-    while (plan.lanes < WARP && (int64_t)plan.lanes * n < op->head_dim / 2)
-        plan.lanes *= 2;
-    plan.slots = (unsigned)divide_up(op->heads, together);
-    plan.items = (unsigned)op->rows * plan.slots;
-    return plan;
-}
-
-template <typename Type>
+template <typename Type, int N, int HALF>
 static void forward_launch(struct stream *stream, const struct norm_rope *op)
 {
-    bool packs = in_packs(op, 0);
-    struct head_plan plan = head_plan_make(op, packs ? PACK : 1, packs ? TOGETHER : 1);
-    unsigned grid = grid_size(divide_up((int64_t)plan.items * plan.lanes, THREADS));
-    if (packs)
-        forward_kernel<Type, PACK, 1, TOGETHER><<<grid, THREADS, 0, stream->cuda>>>(*op, plan);
-    else
-        forward_kernel<Type, 1, MAX_SINGLE, 1><<<grid, THREADS, 0, stream->cuda>>>(*op, plan);
+    enum { HEADS = N > 1 ? TOGETHER : 1 };
+    int64_t slots = divide_up(op->heads, HEADS);
+    unsigned grid = grid_size(divide_up(op->rows * slots * layout<N, HALF>::LANES, THREADS));
+    forward_kernel<Type, N, HALF, HEADS>
+        <<<grid, THREADS, 0, stream->cuda>>>(*op, (unsigned)slots, 1.0f / (float)op->head_dim);
     launch_check();
 }
 
-// `lanes` threads for TOGETHER heads of a row.
+template <typename Type> static void forward(struct stream *stream, const struct norm_rope *op)
+{
+    if (!in_packs(op, 0))
+        forward_launch<Type, 1, 0>(stream, op);
+    else if (op->head_dim == 64)
+        forward_launch<Type, PACK, 32>(stream, op);
+    else if (op->head_dim == 96)
+        forward_launch<Type, PACK, 48>(stream, op);
+    else if (op->head_dim == 128)
+        forward_launch<Type, PACK, 64>(stream, op);
+    else if (op->head_dim == 256)
+        forward_launch<Type, PACK, 128>(stream, op);
+    else
+        forward_launch<Type, PACK, 0>(stream, op);
+}
+
+// The lanes of a head for TOGETHER heads of a row.
 void norm_rope_forward_cuda(struct stream *stream, const struct norm_rope *op)
 {
     check(op);
     if (op->rows == 0)
         return;
     if (is_bf16(op->type))
-        forward_launch<bf16_t>(stream, op);
+        forward<bf16_t>(stream, op);
     else
-        forward_launch<float>(stream, op);
+        forward<float>(stream, op);
 }
 
-// A lane's sums of dweight over the heads that it has seen.
-template <int N, int PER> struct head_sums {
-    float low[PER][N], high[PER][N];
+// What a lane reads of a head for its gradient, and where the head is.
+template <typename Type, typename Gradient, int N, int HALF> struct head_input {
+    struct head_packs<Gradient, N, HALF> dy;
+    struct head_packs<Type, N, HALF> x;
+    unsigned row, head;
+    int32_t position;
 };
 
-// The gradient of the normed head: dy rotated back.
-template <typename Gradient, int N, int PER>
-static __device__ __forceinline__ void rotate_back(const struct head_packs<Gradient, N, PER> &dy,
-                                                   const struct angles<N, PER> &angles,
-                                                   struct head_sums<N, PER> &dn)
+template <typename Type, typename Gradient, int N, int HALF>
+static __device__ __forceinline__ void input_load(struct head_input<Type, Gradient, N, HALF> &in,
+                                                  const struct norm_rope &op, int half, int lane)
 {
-#pragma unroll
-    for (int p = 0; p < PER; p++)
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            float a = pack_value(dy.low[p], i), b = pack_value(dy.high[p], i);
-            dn.low[p][i] = a * angles.cos[p][i] + b * angles.sin[p][i];
-            dn.high[p][i] = b * angles.cos[p][i] - a * angles.sin[p][i];
-        }
+    bool there = in.row < op.rows;
+    int64_t row = there ? in.row : 0;
+    head_load(in.dy, (const Gradient *)op.dy + (row * op.heads + in.head) * (2 * half), half, lane,
+              there);
+    head_load(in.x, (const Type *)op.x + row * op.x_stride + in.head * (2 * half), half, lane,
+              there && op.weight != NULL);
+    in.position = op.positions[row];
 }
 
-// dn becomes the gradient of x, and sums get the head's share of dweight; see rms_norm_cuda.cu.
-template <typename Type, int N, int PER>
+// The gradient of the normed head: dy rotated back.
+template <typename Type, typename Gradient, int N, int HALF>
 static __device__ __forceinline__ void
-norm_backward(const struct norm_rope &op, struct head_packs<Type, N, PER> &x, int lane,
-              unsigned lanes, struct head_sums<N, PER> &dn, struct head_sums<N, PER> &sums)
+rotate_back(struct head_values<N, HALF> &dn, const struct head_input<Type, Gradient, N, HALF> &in,
+            const struct norm_rope &op, int half, int lane)
 {
-    int half = (int)op.head_dim / 2;
-    float projection = 0.0f;
-    // Read again where it is used: the first-level cache has it, registers are few.
-    struct head_packs<float, N, PER> weight;
-    head_load(weight, op.weight, half, lane, (int)lanes, true);
+    struct angles angles = angles_at(op, in.position, half);
 #pragma unroll
-    for (int p = 0; p < PER; p++)
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            projection += dn.low[p][i] * pack_value(weight.low[p], i) * pack_value(x.low[p], i);
-            projection += dn.high[p][i] * pack_value(weight.high[p], i) * pack_value(x.high[p], i);
+    for (int e = 0; e < layout<N, HALF>::EACH; e++) {
+        int at = pair_at<N, HALF>(lane, e);
+        float cos[N] = {}, sin[N] = {};
+        if (at < half) {
+            table_load(cos, angles.cos, at);
+            table_load(sin, angles.sin, at);
         }
-    float squares = head_sum(head_squares(x), lanes);
-    projection = head_sum(projection, lanes);
-    head_hold(x);
-    head_load(weight, op.weight, half, lane, (int)lanes, true);
-    float rstd = 1.0f / sqrtf(squares / (float)op.head_dim + op.eps);
-    float c =
-        (float)((double)projection * (double)rstd * (double)rstd * (1.0 / (double)op.head_dim));
-#pragma unroll
-    for (int p = 0; p < PER; p++)
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            float a = pack_value(x.low[p], i), b = pack_value(x.high[p], i);
-            sums.low[p][i] += dn.low[p][i] * (a * rstd);
-            sums.high[p][i] += dn.high[p][i] * (b * rstd);
-            dn.low[p][i] = rstd * (dn.low[p][i] * pack_value(weight.low[p], i) - a * c);
-            dn.high[p][i] = rstd * (dn.high[p][i] * pack_value(weight.high[p], i) - b * c);
+            float a = pack_value(in.dy.low[e], i), b = pack_value(in.dy.high[e], i);
+            dn.low[e][i] = a * cos[i] + b * sin[i];
+            dn.high[e][i] = b * cos[i] - a * sin[i];
+        }
+    }
+}
+
+// sums += dn x rstd, the head's share of dweight; dn *= weight. Returns the lane's sum of dn weight x.
+template <typename Type, int N, int HALF>
+static __device__ __forceinline__ float project(struct head_values<N, HALF> &dn,
+                                                struct head_values<N, HALF> &sums,
+                                                const struct head_packs<Type, N, HALF> &x,
+                                                const float *weight, float rstd, int half, int lane)
+{
+    float projection = 0.0f;
+#pragma unroll
+    for (int e = 0; e < layout<N, HALF>::EACH; e++) {
+        int at = pair_at<N, HALF>(lane, e);
+        float low[N] = {}, high[N] = {};
+        if (at < half) {
+            table_load(low, weight, at);
+            table_load(high, weight != NULL ? weight + half : NULL, at);
+        }
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            float a = pack_value(x.low[e], i), b = pack_value(x.high[e], i);
+            sums.low[e][i] += dn.low[e][i] * (a * rstd);
+            sums.high[e][i] += dn.high[e][i] * (b * rstd);
+            dn.low[e][i] *= low[i];
+            dn.high[e][i] *= high[i];
+            projection += dn.low[e][i] * a;
+            projection += dn.high[e][i] * b;
+        }
+    }
+    return projection;
+}
+
+// dn, times the weight by now, becomes the gradient of x: rstd (dn - x c).
+template <typename Type, int N, int HALF>
+static __device__ __forceinline__ void finish(struct head_values<N, HALF> &dn,
+                                              const struct head_packs<Type, N, HALF> &x, float rstd,
+                                              float c)
+{
+#pragma unroll
+    for (int e = 0; e < layout<N, HALF>::EACH; e++)
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            dn.low[e][i] = rstd * (dn.low[e][i] - pack_value(x.low[e], i) * c);
+            dn.high[e][i] = rstd * (dn.high[e][i] - pack_value(x.high[e], i) * c);
         }
 }
 
 // The sums of the CTA's lanes that have the same place in a head, added in a fixed order: within a warp
 // pairwise, then warp after warp; to the CTA's row of scratch.
-template <int N, int PER>
-static __device__ __forceinline__ void store_sums(const struct norm_rope &op,
-                                                  const struct head_plan &plan, int lane,
-                                                  const struct head_sums<N, PER> &sums)
+template <int N, int HALF>
+static __device__ __forceinline__ void store_sums(const struct norm_rope &op, int half, int lane,
+                                                  const struct head_values<N, HALF> &sums)
 {
+    enum { LANES = layout<N, HALF>::LANES };
     __shared__ float partial[BACKWARD_THREADS / WARP][MAX_HEAD_DIM];
-    int warp = threadIdx.x / WARP, half = (int)op.head_dim / 2;
+    int warp = threadIdx.x / WARP;
 #pragma unroll
-    for (int p = 0; p < PER; p++) {
-        int at = pair_at<N>(lane, (int)plan.lanes, p);
+    for (int e = 0; e < layout<N, HALF>::EACH; e++) {
+        int at = pair_at<N, HALF>(lane, e);
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            float low = sums.low[p][i], high = sums.high[p][i];
-            for (unsigned distance = plan.lanes; distance < WARP; distance *= 2) {
+            float low = sums.low[e][i], high = sums.high[e][i];
+#pragma unroll
+            for (int distance = LANES; distance < WARP; distance *= 2) {
                 low += __shfl_xor_sync(0xffffffffu, low, distance);
                 high += __shfl_xor_sync(0xffffffffu, high, distance);
             }
-            if (threadIdx.x % WARP < plan.lanes && at < half) {
+            if (threadIdx.x % WARP < LANES && at < half) {
                 partial[warp][at + i] = low;
                 partial[warp][at + half + i] = high;
             }
         }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < op.head_dim; i += BACKWARD_THREADS) {
+    for (int i = threadIdx.x; i < 2 * half; i += BACKWARD_THREADS) {
         float sum = partial[0][i];
         for (int w = 1; w < BACKWARD_THREADS / WARP; w++)
             sum += partial[w][i];
@@ -313,103 +405,99 @@ static __device__ __forceinline__ void store_sums(const struct norm_rope &op,
     }
 }
 
-// What a lane reads of a head for its gradient.
-template <typename Type, typename Gradient, int N, int PER> struct head_input {
-    struct head_packs<Gradient, N, PER> dy;
-    struct head_packs<Type, N, PER> x;
+// All heads are dealt out in turn; from one of a thread to its next there are so many rows and heads.
+struct stride {
+    unsigned rows, heads;
 };
 
-// Row and head of an index over all heads; past the last: those of the last row.
-static __device__ __forceinline__ int64_t row_of(const struct norm_rope &op, unsigned index)
+template <typename Type, typename Gradient, int N, int HALF>
+static __device__ __forceinline__ void advance(struct head_input<Type, Gradient, N, HALF> &in,
+                                               const struct norm_rope &op, struct stride stride)
 {
-    unsigned row = index / (unsigned)op.heads;
-    return row < op.rows ? row : (unsigned)op.rows - 1;
-}
-
-static __device__ __forceinline__ int64_t head_of(const struct norm_rope &op, unsigned index)
-{
-    return index % (unsigned)op.heads;
-}
-
-template <typename Type, typename Gradient, int N, int PER>
-static __device__ __forceinline__ void
-input_load(struct head_input<Type, Gradient, N, PER> &in, const struct norm_rope &op,
-           const struct head_plan &plan, unsigned index, int lane)
-{
-    int half = (int)op.head_dim / 2, lanes = (int)plan.lanes;
-    bool there = index < plan.items;
-    head_load(in.dy, (const Gradient *)op.dy + (int64_t)index * op.head_dim, half, lane, lanes,
-              there);
-    head_load(in.x,
-              (const Type *)op.x + row_of(op, index) * op.x_stride +
-                  head_of(op, index) * op.head_dim,
-              half, lane, lanes, there && op.weight != NULL);
+    in.row += stride.rows;
+    in.head += stride.heads;
+    if (in.head >= op.heads) {
+        in.head -= (unsigned)op.heads;
+        in.row++;
+    }
 }
 
 // Heads in turn over all CTAs, the next on its way where registers suffice. dx may be x: each lane has
-// read what it writes.
-template <typename Type, typename Gradient, int N, int PER>
+// read what it writes. `rounds` is the same for all, as head_sum needs whole warps.
+template <typename Type, typename Gradient, int N, int HALF>
 static __global__ void __launch_bounds__(BACKWARD_THREADS, N > 1 && sizeof(Type) == 2 ? 2 : 1)
-    backward_kernel(struct norm_rope op, struct head_plan plan)
+    backward_kernel(struct norm_rope op, struct stride stride, unsigned rounds, float inverse_dim)
 {
-    enum { AHEAD = N > 1 && sizeof(Type) == 2 && sizeof(Gradient) == 2 };
-    unsigned step = gridDim.x * (BACKWARD_THREADS / plan.lanes);
-    unsigned index = (blockIdx.x * BACKWARD_THREADS + threadIdx.x) / plan.lanes;
-    int lanes = (int)plan.lanes, lane = (int)(threadIdx.x % plan.lanes);
-    int half = (int)op.head_dim / 2;
-    struct head_sums<N, PER> sums = {
+    enum {
+        LANES = layout<N, HALF>::LANES,
+        AHEAD = N > 1 && sizeof(Type) == 2 && sizeof(Gradient) == 2
     };
-    struct head_input<Type, Gradient, N, PER> now, next;
-    if (AHEAD)
-        input_load(now, op, plan, index, lane);
-    // Whole warps go on together: head_sum needs them.
-    for (; index / (WARP / plan.lanes) * (WARP / plan.lanes) < plan.items; index += step) {
-        if (AHEAD)
-            input_load(next, op, plan, index + step, lane);
-        else
-            input_load(now, op, plan, index, lane);
-        struct angles<N, PER> angles;
-        struct head_sums<N, PER> dn;
-        angles_load(angles, op, row_of(op, index), lane, lanes);
-        rotate_back(now.dy, angles, dn);
-        if (op.weight != NULL)
-            norm_backward(op, now.x, lane, plan.lanes, dn, sums);
-        Type *dx =
-            (Type *)op.dx + row_of(op, index) * op.dx_stride + head_of(op, index) * op.head_dim;
+    unsigned index = (blockIdx.x * BACKWARD_THREADS + threadIdx.x) / LANES;
+    int lane = (int)(threadIdx.x % LANES), half = half_of<HALF>(op);
+    struct head_values<N, HALF> sums, dn;
+    struct head_input<Type, Gradient, N, HALF> now, next;
 #pragma unroll
-        for (int p = 0; p < PER; p++) {
-            int at = pair_at<N>(lane, lanes, p);
-            if (index < plan.items && at < half) {
-                store_values<N>(dx + at, dn.low[p]);
-                store_values<N>(dx + at + half, dn.high[p]);
-            }
-        }
+    for (int e = 0; e < layout<N, HALF>::EACH; e++)
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            sums.low[e][i] = sums.high[e][i] = 0.0f;
+    now.row = index / (unsigned)op.heads;
+    now.head = index % (unsigned)op.heads;
+    input_load(now, op, half, lane);
+    for (unsigned round = 0; round < rounds; round++) {
+        next.row = now.row;
+        next.head = now.head;
+        advance(next, op, stride);
         if (AHEAD)
-            now = next;
+            input_load(next, op, half, lane);
+        rotate_back(dn, now, op, half, lane);
+        float rstd = head_rstd(op, head_sum<LANES>(head_squares(now.x)), inverse_dim);
+        float projection = head_sum<LANES>(project(dn, sums, now.x, op.weight, rstd, half, lane));
+        head_hold(now.x);
+        finish(dn, now.x, rstd, projection * inverse_dim * rstd * rstd);
+        if (now.row < op.rows)
+            head_store((Type *)op.dx + now.row * op.dx_stride + now.head * (2 * half), dn, half,
+                       lane);
+        if (!AHEAD)
+            input_load(next, op, half, lane);
+        now = next;
     }
     if (op.weight != NULL)
-        store_sums(op, plan, lane, sums);
+        store_sums<N, HALF>(op, half, lane, sums);
 }
 
 // Returns the number of parts of scratch, each written by one CTA.
-template <typename Type, typename Gradient>
+template <typename Type, typename Gradient, int N, int HALF>
 static int backward_launch(struct stream *stream, const struct norm_rope *op)
 {
-    bool packs = in_packs(op, op->dx_stride);
-    struct head_plan plan = head_plan_make(op, packs ? PACK : 1, 1);
-    int64_t needed = divide_up((int64_t)plan.items * plan.lanes, BACKWARD_THREADS);
+    enum { HEADS = BACKWARD_THREADS / layout<N, HALF>::LANES }; // of a CTA at a time
+    int64_t heads = op->rows * op->heads, needed = divide_up(heads, HEADS);
     unsigned grid = grid_size(needed < RMS_NORM_PARTS ? needed : RMS_NORM_PARTS);
-    if (packs)
-        backward_kernel<Type, Gradient, PACK, 1>
-            <<<grid, BACKWARD_THREADS, 0, stream->cuda>>>(*op, plan);
-    else
-        backward_kernel<Type, Gradient, 1, MAX_SINGLE>
-            <<<grid, BACKWARD_THREADS, 0, stream->cuda>>>(*op, plan);
+    int64_t step = (int64_t)grid * HEADS;
+    struct stride stride = {(unsigned)(step / op->heads), (unsigned)(step % op->heads)};
+    backward_kernel<Type, Gradient, N, HALF><<<grid, BACKWARD_THREADS, 0, stream->cuda>>>(
+        *op, stride, (unsigned)divide_up(heads, step), 1.0f / (float)op->head_dim);
     launch_check();
     return (int)grid;
 }
 
-// At most RMS_NORM_PARTS CTAs, two on each SM of an H200, 24 KiB of shared memory; then their sums of
+template <typename Type, typename Gradient>
+static int backward(struct stream *stream, const struct norm_rope *op)
+{
+    if (!in_packs(op, op->dx_stride))
+        return backward_launch<Type, Gradient, 1, 0>(stream, op);
+    if (op->head_dim == 64)
+        return backward_launch<Type, Gradient, PACK, 32>(stream, op);
+    if (op->head_dim == 96)
+        return backward_launch<Type, Gradient, PACK, 48>(stream, op);
+    if (op->head_dim == 128)
+        return backward_launch<Type, Gradient, PACK, 64>(stream, op);
+    if (op->head_dim == 256)
+        return backward_launch<Type, Gradient, PACK, 128>(stream, op);
+    return backward_launch<Type, Gradient, PACK, 0>(stream, op);
+}
+
+// At most RMS_NORM_PARTS CTAs, two on each SM of an H200, 20 KiB of shared memory; then their sums of
 // dweight are added.
 void norm_rope_backward_cuda(struct stream *stream, const struct norm_rope *op)
 {
@@ -420,13 +508,13 @@ void norm_rope_backward_cuda(struct stream *stream, const struct norm_rope *op)
         return;
     bool type = is_bf16(op->type), gradient = is_bf16(op->dy_type);
     if (type && gradient)
-        parts = backward_launch<bf16_t, bf16_t>(stream, op);
+        parts = backward<bf16_t, bf16_t>(stream, op);
     else if (type)
-        parts = backward_launch<bf16_t, float>(stream, op);
+        parts = backward<bf16_t, float>(stream, op);
     else if (gradient)
-        parts = backward_launch<float, bf16_t>(stream, op);
+        parts = backward<float, bf16_t>(stream, op);
     else
-        parts = backward_launch<float, float>(stream, op);
+        parts = backward<float, float>(stream, op);
     if (op->weight != NULL)
         column_parts_add(stream, op->dweight, op->scratch, parts, op->head_dim);
 }
