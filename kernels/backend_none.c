@@ -4,9 +4,8 @@
 #ifndef DTRAIN_CUDA
 const struct backend *backend_cuda(struct error *why)
 {
-    error_set(why,
-              "this build has no CUDA backend: CMake found no CUDA toolkit, or was given "
-              "-DWITH_CUDA=OFF");
+    error_set(why, "this build has no CUDA backend: CMake found no CUDA toolkit, or was given "
+                   "-DWITH_CUDA=OFF");
     return NULL;
 }
 #endif
