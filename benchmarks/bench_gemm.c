@@ -160,8 +160,6 @@ int main(void)
     fill(&bench, bench.a);
     fill(&bench, bench.b);
     choose(&bench);
-    fill(&bench, bench.a);
-    fill(&bench, bench.b);
     printf("product,m,n,k,first_tflops,timed_tflops,faster\n");
     for (int i = 0; i < SHAPES; i++)
         compare(&bench, &shapes[i]);
