@@ -12,9 +12,10 @@ kill      50 steps, killed (SIGKILL) at random moments and started again: the bi
 generic   steps with kernels.path generic beside those without: the same but for rounding
 memory    rows and anchors of every size: device memory in use does not grow after the first step. Run it
           alone: it is the whole device's memory that is read
+sanitizer compute-sanitizer (memcheck, racecheck, initcheck) on a whole tiny step, both kernel paths, bf16
 
-All of them without names, one line each, FAIL and exit status 1 where it does not hold. Rows are of
-every length: documents of 8 to 2,048 tokens, most of them short, some with few supervised tokens.
+All but the sanitizer without names, one line each, FAIL and exit status 1 where it does not hold. Rows
+have up to 2,048 tokens, of documents of 8 to 2,048, some with two supervised tokens.
 Needs numpy, h5py, safetensors; bf16 also torch. Without a GPU: SKIPPED, exit status 77.
 """
 import argparse
@@ -53,16 +54,18 @@ class Failed(Exception):
 
 
 def write_ragged_shard(path, rng, documents):
-    """Documents of every length; each has a stretch of supervised tokens, a few only one or two."""
-    lengths = np.minimum(8 + rng.exponential(200, documents).astype(int), cpu_step.TOKENS)
-    lengths[: documents // 10] = rng.integers(cpu_step.TOKENS // 2, cpu_step.TOKENS + 1, documents // 10)
-    rng.shuffle(lengths)
+    """Documents of every length, most of them too long to share a row, so that rows are of every length, too.
+    Each has a stretch of supervised tokens, some only two."""
+    longest = cpu_step.TOKENS
+    alone = rng.random(documents) < 0.7
+    lengths = np.where(alone, rng.integers(longest // 2 + 1, longest + 1, documents),
+                       8 + np.minimum(rng.exponential(longest / 32, documents).astype(int), longest // 4))
     tokens = int(lengths.sum())
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     mask = np.zeros(tokens, np.uint8)
     for begin, end in zip(offsets[:-1], offsets[1:]):
         first = rng.integers(begin, end - 2)
-        mask[first : first + 2 if rng.random() < 0.2 else end] = 1
+        mask[first : first + 2 if rng.random() < 0.3 else end] = 1
     planes = cpu_step.FEATURES + 1
     with h5py.File(path, "w") as file:
         file.attrs.update({"format": "dtrain-features", "format_version": 1,
@@ -197,22 +200,20 @@ def check_trace(check):
 
 
 def check_bf16(check):
-    found = []
-    # Enough of an update for norm weights to leave 1.
-    check.train("moved", lr="2.0e-3", steps=STEPS, data="full.h5", anchors=64)
-    for label, checkpoint in (("fresh", None), ("trained", check.checkpoint("moved"))):
-        for path in ("auto", "generic"):
-            trace = check.trace(f"{label}-{path}", checkpoint, path=path, data="full.h5", anchors=64)
-            done = subprocess.run(
-                [sys.executable, str(ROOT / "tests/reference/bf16_error.py"), trace, "--target",
-                 str(check.folder / "target"), "--device", "cuda"],
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "nothing said"
-            if done.returncode != 0:
-                worst = done.stdout.strip().splitlines()[0][:100]
-                raise Failed(f"{label}, {path}: {worst}; {last}")
-            found.append(f"{label}, {path}: {last.split('; ')[-1]}")
-    return "; ".join(found)
+    # Enough updates for norm weights to leave 1, and for rows to become alike.
+    check.train("moved", lr="2.0e-3", data="full.h5", anchors=64, every=STEPS)
+    traces = [check.trace("fresh", data="full.h5", anchors=64)]
+    for path in ("auto", "generic"):
+        traces.append(check.trace(f"trained-{path}", check.checkpoint("moved"), path=path, data="full.h5", anchors=64))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/reference/bf16_error.py"), *traces, "--target",
+         str(check.folder / "target"), "--device", "cuda"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = done.stdout.strip().splitlines()
+    ends = [line.split("; ")[-1] for line in lines if "tensors, " in line]
+    if done.returncode != 0 or len(ends) != len(traces):
+        raise Failed(" | ".join([line[:90] for line in lines if line.startswith("FAIL")][:3] + lines[-1:]))
+    return "; ".join(f"{pathlib.Path(t).stem}: {end}" for t, end in zip(traces, ends))
 
 
 def check_twice(check):
@@ -288,8 +289,46 @@ def check_memory(check):
     return found
 
 
+SANITIZER_SIZES = dict(HIDDEN=128, VOCAB=1003, HEADS=4, KV_HEADS=2, HEAD_DIM=64, INTERMEDIATE=192, TOKENS=256)
+
+
+def check_sanitizer(check):
+    if shutil.which("compute-sanitizer") is None:
+        raise Failed("compute-sanitizer is not there")
+    rng, sizes = np.random.default_rng(1), {name: getattr(cpu_step, name) for name in SANITIZER_SIZES}
+    small = Check(check.dtrain, check.folder / "small")
+    small.folder.mkdir()
+    for name, value in SANITIZER_SIZES.items():
+        setattr(cpu_step, name, value)
+    cpu_step.write_target(small.folder / "target", rng)
+    write_ragged_shard(small.folder / "ragged.h5", rng, 6)
+    running, clean = [], []
+    for path in ("auto", "generic"):
+        # Groups of 5 blocks and chunks of 64 rows: several of each.
+        config = write_config(small.folder, path, path=path, anchors=23, steps=1, every=0,
+                              memory="{group_rows: 40, chunk_rows: 64}")
+        for tool in ("memcheck", "racecheck", "initcheck"):
+            log = small.folder / f"{tool}-{path}.log"
+            command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", check.dtrain, "trace",
+                       "--config", config, "--out", str(small.folder / f"{tool}-{path}.safetensors")]
+            running.append((f"{tool}, {path}", log, subprocess.Popen(
+                command, stdout=open(log, "w"), stderr=subprocess.STDOUT)))
+    for name, value in sizes.items():
+        setattr(cpu_step, name, value)
+    for label, log, process in running:
+        if process.wait() == 0:
+            clean.append(label)
+            continue
+        lines = [line for line in log.read_text().splitlines()
+                 if any(word in line for word in ("Invalid", "hazard", "ninitialized", "at ", "ERROR SUMMARY", "bug"))]
+        raise Failed(f"{label}: " + " | ".join(lines[:3] + lines[-1:]) + f" (status {process.returncode})")
+    return f"{len(clean)} runs without an error"
+
+
 CHECKS = {"trace": check_trace, "bf16": check_bf16, "twice": check_twice, "kill": check_kill,
-          "generic": check_generic, "memory": check_memory}
+          "generic": check_generic, "memory": check_memory,
+          "sanitizer": check_sanitizer}
+SLOW = {"sanitizer"}  # by name only
 
 
 def main():
@@ -309,7 +348,7 @@ def main():
         cpu_step.write_target(folder / "target", rng)
         cpu_step.write_shard(folder / "full.h5", rng)
         write_ragged_shard(folder / "ragged.h5", rng, 60)
-        for name in arguments.names or CHECKS:
+        for name in arguments.names or [name for name in CHECKS if name not in SLOW]:
             start = time.monotonic()
             try:
                 found, status = CHECKS[name](Check(dtrain, folder)), "ok  "
