@@ -366,28 +366,43 @@ static void bind_hidden_gradient(struct bench *bench, const struct sizes *s, str
     bind_gemm(bench, job, s->c, s->h, s->v, DTYPE_F32, false, false, false);
 }
 
-static void bind_norm(struct bench *bench, const struct sizes *s, struct job *job)
+// x in fp32 is the residual stream.
+static void bind_norm(struct bench *bench, const struct sizes *s, struct job *job,
+                      enum dtype x_type)
 {
     job->op.rms_norm = (struct rms_norm){.rows = s->n,
                                          .width = s->h,
                                          .eps = 1e-6f,
                                          .type = bench->type,
-                                         .x = take_in(bench, bench->type, s->n * s->h),
+                                         .x_type = x_type,
+                                         .x = take_in(bench, x_type, s->n * s->h),
                                          .weight = take_in(bench, DTYPE_F32, s->h)};
 }
 
-static void bind_norm_forward(struct bench *bench, const struct sizes *s, struct job *job)
+static void norm_forward(struct bench *bench, const struct sizes *s, struct job *job,
+                         enum dtype x_type)
 {
-    bind_norm(bench, s, job);
+    bind_norm(bench, s, job, x_type);
     job->op.rms_norm.y = take_out(bench, bench->type, s->n * s->h);
     job->op.rms_norm.rstd = take_out(bench, DTYPE_F32, s->n);
     job->call = call_rms_norm_forward;
 }
 
-static void bind_norm_backward(struct bench *bench, const struct sizes *s, struct job *job)
+static void bind_norm_forward(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    norm_forward(bench, s, job, bench->type);
+}
+
+static void bind_norm_residual(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    norm_forward(bench, s, job, DTYPE_F32);
+}
+
+static void norm_backward(struct bench *bench, const struct sizes *s, struct job *job,
+                          enum dtype x_type)
 {
     struct rms_norm *op = &job->op.rms_norm;
-    bind_norm(bench, s, job);
+    bind_norm(bench, s, job, x_type);
     op->rstd = take_positive(bench, s->n);
     op->dy = take_in(bench, bench->type, s->n * s->h);
     op->dweight = take_changed(bench, DTYPE_F32, s->h);
@@ -396,9 +411,14 @@ static void bind_norm_backward(struct bench *bench, const struct sizes *s, struc
     job->call = call_rms_norm_backward;
 }
 
+static void bind_norm_backward(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    norm_backward(bench, s, job, bench->type);
+}
+
 static void bind_norm_backward_add(struct bench *bench, const struct sizes *s, struct job *job)
 {
-    bind_norm_backward(bench, s, job);
+    norm_backward(bench, s, job, DTYPE_F32);
     job->op.rms_norm.dx_add = true;
     bench->bytes += (double)(s->n * s->h) * (double)dtype_size(bench->type);
     bench->backend->zero(bench->stream, job->op.rms_norm.dx,
@@ -610,8 +630,9 @@ static const struct row rows[] = {
     {"gemm", "logits_low", bind_logits_low},
     {"gemm", "hidden_gradient", bind_hidden_gradient},
     {"rms_norm_forward", "rows", bind_norm_forward},
+    {"rms_norm_forward", "residual", bind_norm_residual},
     {"rms_norm_backward", "rows", bind_norm_backward},
-    {"rms_norm_backward", "add", bind_norm_backward_add},
+    {"rms_norm_backward", "residual", bind_norm_backward_add},
     {"norm_rope_forward", "q", bind_rope_q},
     {"norm_rope_forward", "k", bind_rope_k},
     {"norm_rope_backward", "q", bind_rope_q_backward},

@@ -8,7 +8,7 @@
 enum {
     THREADS = 256,
     PACK = 8,    // elements of a thread: 32 bytes of each fp32 array, 16 of a bf16 copy
-    TOGETHER = 4 // accesses of 16 bytes of a thread that are on their way in a sum
+    TOGETHER = 4 // packs of a thread that are on their way, in sums and conversions
 };
 
 struct adamw_factors {
@@ -152,36 +152,42 @@ void sum_squares_cuda(struct stream *stream, const struct sum_squares *op)
     launch_check();
 }
 
-// Rows of `to`; width 0: packed.
+// Rows of `to`, see struct convert; width 0: packed.
 struct convert_rows {
     unsigned width, stride;
 };
 
-template <int N, typename To, typename From>
-static __device__ __forceinline__ void convert_elements(To *to, const From *from, int64_t first,
-                                                        struct convert_rows rows)
+static __device__ __forceinline__ int64_t convert_place(struct convert_rows rows, int64_t i)
 {
-    struct pack<From, N> x = pack_load<N>(from + first);
-    float value[N];
-#pragma unroll
-    for (int i = 0; i < N; i++)
-        value[i] = pack_value(x, i);
-    if (rows.width > 0)
-        first =
-            (int64_t)((unsigned)first / rows.width) * rows.stride + (unsigned)first % rows.width;
-    store_values<N>(to + first, value);
+    if (rows.width == 0)
+        return i;
+    return (int64_t)((unsigned)i / rows.width) * rows.stride + (unsigned)i % rows.width;
 }
 
-// As in adamw_kernel.
+// A CTA takes TOGETHER packs of N elements for each thread; the first threads of the first one also take
+// the elements after the last whole pack.
 template <int N, typename To, typename From>
 static __global__ void __launch_bounds__(THREADS)
     convert_kernel(To *to, const From *from, int64_t count, struct convert_rows rows)
 {
-    int64_t thread = (int64_t)blockIdx.x * THREADS + threadIdx.x, packs = count / N;
-    if (thread < packs)
-        convert_elements<N>(to, from, thread * N, rows);
-    else if (packs * N + (thread - packs) < count)
-        convert_elements<1>(to, from, packs * N + (thread - packs), rows);
+    int64_t first = ((int64_t)blockIdx.x * (TOGETHER * THREADS) + threadIdx.x) * N;
+    int64_t left = count - count % N + threadIdx.x;
+    struct pack<From, N> x[TOGETHER];
+#pragma unroll
+    for (int t = 0; t < TOGETHER; t++)
+        if (first + t * (THREADS * N) + N <= count)
+            x[t] = pack_load<N>(from + first + t * (THREADS * N));
+#pragma unroll
+    for (int t = 0; t < TOGETHER; t++) {
+        float value[N];
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            value[i] = pack_value(x[t], i);
+        if (first + t * (THREADS * N) + N <= count)
+            store_values<N>(to + convert_place(rows, first + t * (THREADS * N)), value);
+    }
+    if (blockIdx.x == 0 && left < count)
+        store(to, convert_place(rows, left), load(from, left));
 }
 
 template <typename To, typename From>
@@ -192,17 +198,18 @@ static void convert_launch(struct stream *stream, const struct convert *op)
     struct convert_rows rows = {(unsigned)op->width, (unsigned)op->to_stride};
     BUG_UNLESS(op->width == 0 || (op->count % op->width == 0 && op->count <= INT32_MAX &&
                                   op->to_stride <= INT32_MAX));
-    if (packs_at(to) && packs_at(from) && packs_in(op->width, PACK) &&
-        packs_in(op->to_stride, PACK))
-        convert_kernel<PACK>
-            <<<pack_grid(op->count, PACK), THREADS, 0, stream->cuda>>>(to, from, op->count, rows);
+    bool packs = packs_at(to) && packs_at(from) && packs_in(op->width, PACK) &&
+                 packs_in(op->to_stride, PACK);
+    int64_t elements = (int64_t)THREADS * TOGETHER * (packs ? PACK : 1); // of a CTA
+    unsigned grid = grid_size(divide_up(op->count, elements));
+    if (packs)
+        convert_kernel<PACK><<<grid, THREADS, 0, stream->cuda>>>(to, from, op->count, rows);
     else
-        convert_kernel<1>
-            <<<pack_grid(op->count, 1), THREADS, 0, stream->cuda>>>(to, from, op->count, rows);
+        convert_kernel<1><<<grid, THREADS, 0, stream->cuda>>>(to, from, op->count, rows);
     launch_check();
 }
 
-// A thread a pack.
+// A thread for TOGETHER packs.
 void convert_cuda(struct stream *stream, const struct convert *op)
 {
     bool from = is_bf16(op->from_type), to = is_bf16(op->to_type);

@@ -7,10 +7,11 @@
 enum {
     THREADS = 256, // of rows that are read twice
     BACKWARD_THREADS = 512,
-    MOST_THREADS = 512,  // of a row in packs, forward
-    GROUP_THREADS = 320, // and backward, where a CTA takes several narrow rows at a time
-    COLUMNS = 32,        // column sums: columns of a CTA
-    SLICES = 32          // and slices of the parts
+    MOST_THREADS = 512,          // of a row in packs, forward
+    GROUP_THREADS = 320,         // and backward, where a CTA takes several narrow rows at a time
+    MOST_STAGE_BYTES = 96 << 10, // of rows that a CTA holds: what every GPU has
+    COLUMNS = 32,                // column sums: columns of a CTA
+    SLICES = 32                  // and slices of the parts
 };
 
 template <typename Type> struct of_type {
@@ -143,34 +144,123 @@ void rms_norm_forward_cuda(struct stream *stream, const struct rms_norm *norm)
 
 // c of dx = rstd (scale dy - x c): rstd^2 mean(dy scale x)
 static __device__ __forceinline__ float projection_factor(float projection, float rstd,
-                                                          int64_t width)
+                                                          double inverse_width)
 {
-    return (float)((double)projection * (double)rstd * (double)rstd / (double)width);
+    return (float)((double)projection * (double)rstd * (double)rstd * inverse_width);
 }
 
-// What a thread holds of a row.
-template <typename X, typename Type, int EACH> struct row_packs {
-    struct pack<X, of_type<Type>::N> x[EACH];
-    struct pack<Type, of_type<Type>::N> dy[EACH];
-    float rstd;
+// How a CTA of backward_kernel works: `groups` rows at a time, a group of row.threads threads for each.
+struct backward_plan {
+    struct row_plan row;
+    int groups;
+    int64_t size; // rows of a part
+    double inverse_width;
 };
 
-template <typename X, typename Type, int EACH>
-static __device__ __forceinline__ void
-row_load(struct row_packs<X, Type, EACH> &r, const struct rms_norm &op, const struct row_plan &plan,
-         int lane, int64_t row, bool there)
+// A thread's own copies of its packs in shared memory, which only it reads: 16 bytes of all packs of all
+// groups lie together.
+struct own_place {
+    char *shared;
+    int at, step; // 16-byte pieces: first of the thread's, and from one piece of a pack to the next
+};
+
+template <int N, typename Type>
+static __device__ __forceinline__ void own_copy(const struct own_place &own, const Type *from)
 {
-    enum { N = of_type<Type>::N };
-    const X *x = (const X *)op.x + row * op.width;
-    const Type *dy = (const Type *)op.dy + row * op.width;
 #pragma unroll
-    for (int e = 0; e < EACH; e++) {
-        int at = lane + e * plan.threads;
-        bool mine = there && at < plan.packs;
-        r.x[e] = mine ? pack_load_once<N>(x + at * N) : pack_zero<X, N>();
-        r.dy[e] = mine ? pack_load_once<N>(dy + at * N) : pack_zero<Type, N>();
+    for (int i = 0; i < (int)(N * sizeof(Type) / PACK_BYTES); i++) {
+        unsigned to = (unsigned)__cvta_generic_to_shared(own.shared) +
+                      (unsigned)(own.at + i * own.step) * PACK_BYTES;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                     :
+                     : "r"(to), "l"((const char *)from + i * PACK_BYTES)
+                     : "memory");
     }
-    r.rstd = there ? op.rstd[row] : 0.0f;
+}
+
+template <int N, typename Type>
+static __device__ __forceinline__ struct pack<Type, N> own_load(const struct own_place &own) {
+    struct pack<Type, N> p;
+#pragma unroll
+    for (int i = 0; i < (int)(N * sizeof(Type) / PACK_BYTES); i++) {
+        uint4 four = ((const uint4 *)own.shared)[own.at + i * own.step];
+        p.word[4 * i] = four.x;
+        p.word[4 * i + 1] = four.y;
+        p.word[4 * i + 2] = four.z;
+        p.word[4 * i + 3] = four.w;
+    }
+    return p;
+}
+
+// What backward_kernel is made for: STAGES rows of a group are held, being worked on or on their way.
+template <typename X_, typename Type_, int EACH_, bool ADD_, int STAGES_>
+struct backward_of {
+    typedef X_ X;
+    typedef Type_ Type;
+    enum {
+        EACH = EACH_,
+        ADD = ADD_,
+        STAGES = STAGES_,
+        N = of_type<Type>::N,
+        X_PIECES = N * sizeof(X) / PACK_BYTES,
+        PIECES = X_PIECES + 1 + (ADD ? 1 : 0) // of 16 bytes, of x, dy and dx
+    };
+};
+
+// Piece `first` of pack e of a thread in a stage.
+template <typename B>
+static __device__ __forceinline__ struct own_place own_at(char *shared, int stage, int e, int first)
+{
+    int step = (int)blockDim.x * B::EACH;
+    struct own_place own = {
+        shared, (stage * B::PIECES + first) * step + e * (int)blockDim.x + (int)threadIdx.x, step};
+    return own;
+}
+
+// Sends the packs of a row on their way; a row that is not there adds an empty group of copies.
+template <typename B>
+static __device__ __forceinline__ void row_send(const struct rms_norm &op,
+                                                const struct backward_plan &plan, char *shared,
+                                                int stage, int64_t row, bool there)
+{
+    int lane = threadIdx.x % plan.row.threads;
+#pragma unroll
+    for (int e = 0; e < B::EACH; e++) {
+        int at = lane + e * plan.row.threads;
+        int64_t element = row * op.width + at * B::N;
+        if (!there || at >= plan.row.packs)
+            continue;
+        own_copy<B::N>(own_at<B>(shared, stage, e, 0), (const typename B::X *)op.x + element);
+        own_copy<B::N>(own_at<B>(shared, stage, e, B::X_PIECES),
+                       (const typename B::Type *)op.dy + element);
+        if (B::ADD)
+            own_copy<B::N>(own_at<B>(shared, stage, e, B::X_PIECES + 1),
+                           (const typename B::Type *)op.dx + element);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// A thread's packs of a row, which have arrived.
+template <typename B> struct row_packs {
+    struct pack<typename B::X, B::N> x[B::EACH];
+    struct pack<typename B::Type, B::N> dy[B::EACH];
+};
+
+template <typename B>
+static __device__ __forceinline__ void row_take(struct row_packs<B> &r,
+                                                const struct backward_plan &plan, char *shared,
+                                                int stage, bool there)
+{
+    int lane = threadIdx.x % plan.row.threads;
+    asm volatile("cp.async.wait_group %0;" ::"n"(B::STAGES - 1) : "memory");
+#pragma unroll
+    for (int e = 0; e < B::EACH; e++) {
+        bool mine = there && lane + e * plan.row.threads < plan.row.packs;
+        r.x[e] = mine ? own_load<B::N, typename B::X>(own_at<B>(shared, stage, e, 0))
+                      : pack_zero<typename B::X, B::N>();
+        r.dy[e] = mine ? own_load<B::N, typename B::Type>(own_at<B>(shared, stage, e, B::X_PIECES))
+                       : pack_zero<typename B::Type, B::N>();
+    }
 }
 
 // A pack of the weight. Read again where it is used: the first-level cache has it, registers are few.
@@ -180,103 +270,118 @@ scale_load(const struct rms_norm &op, const struct row_plan &plan, int at) {
     return at < plan.packs ? pack_load<N>(op.weight + at * N) : pack_zero<float, N>();
 }
 
-// dx of a row, and its share of dweight into sums.
-template <typename X, typename Type, int EACH, bool ADD>
-static __device__ __forceinline__ void
-row_finish(const struct row_packs<X, Type, EACH> &r,
-           const struct pack<Type, of_type<Type>::N> (&old)[EACH], const struct rms_norm &op,
-           const struct row_plan &plan, int lane, Type *dx, float c,
-           float (&sums)[EACH][of_type<Type>::N])
+// The thread's part of sum(dy scale x).
+template <typename B>
+static __device__ __forceinline__ float
+row_project(struct row_packs<B> &r, const struct rms_norm &op, const struct row_plan &plan)
 {
-    enum { N = of_type<Type>::N };
+    float projection = 0.0f;
 #pragma unroll
-    for (int e = 0; e < EACH; e++) {
-        int at = lane + e * plan.threads;
-        struct pack<float, N> scale = scale_load<N>(op, plan, at);
-        float value[N];
+    for (int e = 0; e < B::EACH; e++) {
+        int at = threadIdx.x % plan.threads + e * plan.threads;
+        struct pack<float, B::N> scale = scale_load<B::N>(op, plan, at);
 #pragma unroll
-        for (int i = 0; i < N; i++) {
+        for (int i = 0; i < B::N; i++)
+            projection += pack_value(r.dy[e], i) * (pack_value(scale, i) + op.weight_offset) *
+                          pack_value(r.x[e], i);
+        pack_hold(r.x[e]);
+        pack_hold(r.dy[e]);
+    }
+    return projection;
+}
+
+// dx of a row, and its share of dweight into sums.
+template <typename B>
+static __device__ __forceinline__ void
+row_finish(const struct row_packs<B> &r, const struct rms_norm &op, const struct row_plan &plan,
+           char *shared, int stage, int64_t row, float rstd, float c, float (&sums)[B::EACH][B::N])
+{
+    typename B::Type *dx = (typename B::Type *)op.dx + row * op.width;
+#pragma unroll
+    for (int e = 0; e < B::EACH; e++) {
+        int at = threadIdx.x % plan.threads + e * plan.threads;
+        if (at >= plan.packs)
+            continue;
+        struct pack<float, B::N> scale = scale_load<B::N>(op, plan, at);
+        float value[B::N];
+#pragma unroll
+        for (int i = 0; i < B::N; i++) {
             float x = pack_value(r.x[e], i), dy = pack_value(r.dy[e], i);
-            value[i] = r.rstd * ((pack_value(scale, i) + op.weight_offset) * dy - x * c);
-            if (ADD)
-                value[i] += pack_value(old[e], i);
-            sums[e][i] += dy * (x * r.rstd);
+            value[i] = rstd * ((pack_value(scale, i) + op.weight_offset) * dy - x * c);
+            sums[e][i] += dy * (x * rstd);
         }
-        if (dx != NULL && at < plan.packs)
-            store_values<N>(dx + at * N, value);
+        if constexpr (B::ADD) {
+            struct pack<typename B::Type, B::N> old =
+                own_load<B::N, typename B::Type>(own_at<B>(shared, stage, e, B::X_PIECES + 1));
+#pragma unroll
+            for (int i = 0; i < B::N; i++)
+                value[i] += pack_value(old, i);
+        }
+        store_values<B::N>(dx + at * B::N, value);
     }
 }
 
 // The groups' sums of dweight, added in their order in shared memory, to the part's row of scratch.
-template <int EACH, int N>
-static __device__ __forceinline__ void store_sums(const float (&sums)[EACH][N], float *shared,
-                                                  float *scratch, const struct row_plan &plan,
-                                                  int lane, int group)
+template <typename B>
+static __device__ __forceinline__ void store_sums(const float (&sums)[B::EACH][B::N], float *shared,
+                                                  float *scratch, const struct backward_plan &plan)
 {
-    int groups = blockDim.x / plan.threads;
-    for (int g = 0; g < groups; g++) {
+    int group = threadIdx.x / plan.row.threads, lane = threadIdx.x % plan.row.threads;
+    __syncthreads(); // what lay in shared memory has been read
+    for (int g = 0; g < plan.groups; g++) {
         if (g == group)
 #pragma unroll
-            for (int e = 0; e < EACH; e++) {
-                int at = (lane + e * plan.threads) * N;
-                if (at >= plan.packs * N)
+            for (int e = 0; e < B::EACH; e++) {
+                int at = lane + e * plan.row.threads;
+                if (at >= plan.row.packs)
                     continue;
-                float *to = g == groups - 1 ? scratch + at : shared + at;
+                float *to = (g == plan.groups - 1 ? scratch : shared) + at * B::N;
 #pragma unroll
-                for (int i = 0; i < N; i++)
-                    to[i] = g == 0 ? sums[e][i] : shared[at + i] + sums[e][i];
+                for (int i = 0; i < B::N; i++)
+                    to[i] = g == 0 ? sums[e][i] : shared[at * B::N + i] + sums[e][i];
             }
         __syncthreads();
     }
 }
 
-// A part of `size` rows, a group of plan.threads threads for each row, as many rows at a time as there
-// are groups. The next rows are on their way while these are summed. dx may be dy: each thread reads its
-// own elements before it writes them. Two CTAs fit an SM while their registers do.
-template <typename X, typename Type, int EACH, bool ADD>
-static __global__ void __launch_bounds__(GROUP_THREADS, EACH <= 2 ? 2 : 1)
-    backward_kernel(struct rms_norm op, struct row_plan plan, int64_t size)
+// A part of plan.size rows. The next rows are on their way to shared memory while these are worked on. dx
+// may be dy: a thread has its own elements before it writes them.
+template <typename B>
+static __global__ void __launch_bounds__(GROUP_THREADS, B::EACH <= 2 ? 2 : 1)
+    backward_kernel(struct rms_norm op, struct backward_plan plan)
 {
-    enum { N = of_type<Type>::N };
-    extern __shared__ float shared[]; // [width] with several groups
+    extern __shared__ uint4
+        shared_pieces[]; // [STAGES, PIECES, EACH, threads]; at last [width] sums
+    char *shared = (char *)shared_pieces;
     __shared__ float partial[2][GROUP_THREADS / WARP];
-    int group = threadIdx.x / plan.threads, lane = threadIdx.x % plan.threads;
-    int groups = blockDim.x / plan.threads, turn = 0;
-    int64_t first = blockIdx.x * size;
-    int64_t end = first + size < op.rows ? first + size : op.rows;
-    struct pack<Type, N> old[EACH];
-    float sums[EACH][N] = {};
-    struct row_packs<X, Type, EACH> now, next;
-    row_load(now, op, plan, lane, first + group, first + group < end);
-    for (int64_t base = first; base < end; base += groups) {
-        int64_t row = base + group;
-        Type *dx = row < end ? (Type *)op.dx + row * op.width : NULL;
-        row_load(next, op, plan, lane, row + groups, row + groups < end);
+    int turn = 0, stage = 0;
+    int64_t row = blockIdx.x * plan.size + threadIdx.x / plan.row.threads;
+    int64_t last = (blockIdx.x + 1) * plan.size;
+    int64_t end = last < op.rows ? last : op.rows;
+    float sums[B::EACH][B::N] = {};
 #pragma unroll
-        for (int e = 0; e < EACH; e++) {
-            int at = lane + e * plan.threads;
-            old[e] = ADD && dx != NULL && at < plan.packs ? pack_load_once<N>(dx + at * N)
-                                                          : pack_zero<Type, N>();
-        }
-        float projection = 0.0f;
-#pragma unroll
-        for (int e = 0; e < EACH; e++) {
-            struct pack<float, N> scale = scale_load<N>(op, plan, lane + e * plan.threads);
-#pragma unroll
-            for (int i = 0; i < N; i++)
-                projection += pack_value(now.dy[e], i) * (pack_value(scale, i) + op.weight_offset) *
-                              pack_value(now.x[e], i);
-            pack_hold(now.x[e]);
-            pack_hold(now.dy[e]);
-        }
-        projection = row_sum(projection, partial[turn], plan.threads);
+    for (int ahead = 0; ahead < B::STAGES - 1; ahead++)
+        row_send<B>(op, plan, shared, ahead, row + ahead * plan.groups,
+                    row + ahead * plan.groups < end);
+    float next_rstd = row < end ? op.rstd[row] : 0.0f;
+    for (int64_t base = blockIdx.x * plan.size; base < end; base += plan.groups) {
+        int64_t sent = row + (B::STAGES - 1) * plan.groups, next = row + plan.groups;
+        row_send<B>(op, plan, shared, stage == 0 ? B::STAGES - 1 : stage - 1, sent, sent < end);
+        float rstd = next_rstd;
+        next_rstd = next < end ? op.rstd[next] : 0.0f;
+        struct row_packs<B> r;
+        row_take(r, plan, shared, stage, row < end);
+        float projection = row_project(r, op, plan.row);
+        projection = row_sum(projection, partial[turn], plan.row.threads);
+        float c = projection_factor(projection, rstd, plan.inverse_width);
+        if (row < end)
+            row_finish(r, op, plan.row, shared, stage, row, rstd, c, sums);
         turn = 1 - turn;
-        float c = projection_factor(projection, now.rstd, op.width);
-        row_finish<X, Type, EACH, ADD>(now, old, op, plan, lane, dx, c, sums);
-        now = next;
+        stage = stage == B::STAGES - 1 ? 0 : stage + 1;
+        row = next;
     }
     if (op.dweight != NULL)
-        store_sums(sums, shared, op.scratch + blockIdx.x * op.width, plan, lane, group);
+        store_sums<B>(sums, (float *)shared, op.scratch + blockIdx.x * op.width, plan);
 }
 
 // The same with rows read twice; sums [width] of dweight in global memory, NULL: frozen.
@@ -291,7 +396,7 @@ static __device__ void backward_row(const struct rms_norm &op, int64_t row, floa
     for (int64_t i = threadIdx.x; i < op.width; i += BACKWARD_THREADS)
         projection += load(dy, i) * (weight[i] + op.weight_offset) * load(x, i);
     projection = block_sum<BACKWARD_THREADS>(projection);
-    float c = projection_factor(projection, rstd, op.width);
+    float c = projection_factor(projection, rstd, 1.0 / (double)op.width);
     for (int64_t i = threadIdx.x; i < op.width; i += BACKWARD_THREADS) {
         float xi = load(x, i), dyi = load(dy, i), scale = weight[i] + op.weight_offset;
         float value = rstd * (scale * dyi - xi * c);
@@ -312,41 +417,68 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS)
         backward_row<X, Type>(op, row, sums, row == first);
 }
 
-template <typename X, typename Type, int EACH>
-static void backward_packs(struct stream *stream, const struct rms_norm *op,
-                           const struct row_plan &plan, int groups, int64_t size)
+// Shared memory of a CTA of backward_kernel; too many bytes: the rows are too long for these stages.
+template <typename B> static size_t stage_bytes(const struct backward_plan &plan)
 {
-    unsigned grid = grid_size(divide_up(op->rows, size));
-    int threads = groups * plan.threads;
-    size_t shared = groups > 1 ? (size_t)op->width * sizeof(float) : 0;
-    if (op->dx_add)
-        backward_kernel<X, Type, EACH, true>
-            <<<grid, threads, shared, stream->cuda>>>(*op, plan, size);
-    else
-        backward_kernel<X, Type, EACH, false>
-            <<<grid, threads, shared, stream->cuda>>>(*op, plan, size);
+    return (size_t)plan.groups * plan.row.threads * B::EACH * B::PIECES * B::STAGES * PACK_BYTES;
+}
+
+template <typename B>
+static void backward_start(struct stream *stream, const struct rms_norm *op,
+                           const struct backward_plan &plan)
+{
+    unsigned grid = grid_size(divide_up(op->rows, plan.size));
+    size_t bytes = stage_bytes<B>(plan);
+    cuda_check(cudaFuncSetAttribute(backward_kernel<B>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    MOST_STAGE_BYTES));
+    backward_kernel<B><<<grid, plan.groups * plan.row.threads, bytes, stream->cuda>>>(*op, plan);
     launch_check();
+}
+
+template <typename X, typename Type, int EACH, bool ADD>
+static bool backward_stages(struct stream *stream, const struct rms_norm *op,
+                            const struct backward_plan &plan)
+{
+    typedef struct backward_of<X, Type, EACH, ADD, 3> Three;
+    typedef struct backward_of<X, Type, EACH, ADD, 2> Two;
+    if (stage_bytes<Three>(plan) <= MOST_STAGE_BYTES)
+        backward_start<Three>(stream, op, plan);
+    else if (stage_bytes<Two>(plan) <= MOST_STAGE_BYTES)
+        backward_start<Two>(stream, op, plan);
+    else
+        return false;
+    return true;
+}
+
+template <typename X, typename Type, int EACH>
+static bool backward_packs(struct stream *stream, const struct rms_norm *op,
+                           const struct backward_plan &plan)
+{
+    return op->dx_add ? backward_stages<X, Type, EACH, true>(stream, op, plan)
+                      : backward_stages<X, Type, EACH, false>(stream, op, plan);
 }
 
 // Returns the number of parts. Each is the work of one CTA.
 template <typename X, typename Type>
 static int64_t backward_launch(struct stream *stream, const struct rms_norm *op)
 {
-    struct row_plan plan = row_plan_make(op, 4, GROUP_THREADS);
-    int64_t size = divide_up(op->rows, RMS_NORM_PARTS);
-    int groups = plan.each > 0 && plan.threads < GROUP_THREADS ? GROUP_THREADS / plan.threads : 1;
-    size = size > groups ? size : groups;
-    int64_t parts = divide_up(op->rows, size);
-    if (plan.each == 0) {
+    struct backward_plan plan = {row_plan_make(op, 4, GROUP_THREADS), 1,
+                                 divide_up(op->rows, RMS_NORM_PARTS), 1.0 / (double)op->width};
+    bool done = false;
+    if (plan.row.each > 0)
+        plan.groups = GROUP_THREADS / plan.row.threads;
+    plan.size = plan.size > plan.groups ? plan.size : plan.groups;
+    if (plan.row.each == 1)
+        done = backward_packs<X, Type, 1>(stream, op, plan);
+    else if (plan.row.each == 2)
+        done = backward_packs<X, Type, 2>(stream, op, plan);
+    else if (plan.row.each == 4)
+        done = backward_packs<X, Type, 4>(stream, op, plan);
+    int64_t parts = divide_up(op->rows, plan.size);
+    if (!done) {
         backward_long_kernel<X, Type>
-            <<<grid_size(parts), BACKWARD_THREADS, 0, stream->cuda>>>(*op, size);
+            <<<grid_size(parts), BACKWARD_THREADS, 0, stream->cuda>>>(*op, plan.size);
         launch_check();
-    } else if (plan.each == 1) {
-        backward_packs<X, Type, 1>(stream, op, plan, groups, size);
-    } else if (plan.each == 2) {
-        backward_packs<X, Type, 2>(stream, op, plan, groups, size);
-    } else {
-        backward_packs<X, Type, 4>(stream, op, plan, groups, size);
     }
     return parts;
 }
