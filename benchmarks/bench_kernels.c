@@ -747,6 +747,18 @@ static void call_copy(const struct bench *bench, struct job *job)
     bench->backend->copy(bench->stream, op->to, op->from, (size_t)op->count);
 }
 
+// The least that a call takes: a conversion of 8 elements.
+static void measure_call(struct bench *bench)
+{
+    struct job job = {.call = call_convert};
+    job.op.convert = (struct convert){.count = 8,
+                                      .from = take_in(bench, DTYPE_F32, 8),
+                                      .to = take_out(bench, DTYPE_BF16, 8),
+                                      .from_type = DTYPE_F32,
+                                      .to_type = DTYPE_BF16};
+    time_job(bench, "ceiling/call", &job);
+}
+
 // A copy of 2 GiB (CPU: 256 MiB), and a product of 8192 x 8192 x 8192 (CPU: 1024).
 static void measure_ceilings(struct bench *bench)
 {
@@ -769,6 +781,7 @@ static void measure_ceilings(struct bench *bench)
     print_row(bench, "ceiling/gemm", &job, &times);
     give_all(bench);
     bench->bytes = 0.0;
+    measure_call(bench);
 }
 
 static void *send(const struct bench *bench, const void *values, size_t bytes)
