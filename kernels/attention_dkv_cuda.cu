@@ -88,7 +88,7 @@ static __global__ void __launch_bounds__(WARPS *WARP, CTAS)
     extern __shared__ __align__(128) unsigned char shared[];
     unsigned char *stages = shared + 2 * tile_bytes<KEYS, D>();
     int kv_head = (int)(blockIdx.x % op.kv_heads), warp = threadIdx.x / WARP;
-    struct key_tile tile = tile_of<KEYS>(op, plan);
+    struct key_tile tile = tile_of<KEYS>(op, plan, (int)blockIdx.x);
     uint32_t keys = shared_address(shared) + warp / SPLIT * 16 * ROW_BYTES;
     uint32_t values = keys + tile_bytes<KEYS, D>();
     int first = tile.first + warp / SPLIT * 16;
@@ -134,8 +134,7 @@ static void dkv_launch(struct stream *stream, const struct attention *op)
     static_assert(bytes <= 99 << 10, "what every device has");
     struct query_matrix q = query_matrix_make(op);
     struct attention_plan plan = attention_plan_make(stream, op, q, ROWS, KEYS);
-    int64_t tiles = plan.context_tiles + divide_up(op->rows, KEYS);
-    unsigned ctas = grid_size(tiles * op->kv_heads);
+    unsigned ctas = grid_size(plan.items);
     allow_shared(dkv_kernel<D, WARPS, ROWS, STAGES, SPLIT, CTAS>, bytes);
     dkv_kernel<D, WARPS, ROWS, STAGES, SPLIT, CTAS>
         <<<ctas, WARPS * WARP, bytes, stream->cuda>>>(*op, q, plan);

@@ -35,7 +35,7 @@ static __device__ __forceinline__ void fetch_keys(struct tile_ring<SLOTS> *ring,
 }
 
 // Items come with the heaviest first, as blocks are sorted and the last ones of a document see the most
-// of it. CTAs take turns, every second turn in reverse, so that all have about the same work.
+// of it.
 struct item {
     int kv_head, first;       // first row of the matrix of queries
     struct query_matrix rows; // the matrix up to the item's last row
@@ -55,9 +55,7 @@ static __device__ __forceinline__ bool item_next(const struct attention &op,
                                                  const struct query_matrix &q,
                                                  struct item_cursor *cursor, struct item *item)
 {
-    int ctas = (int)gridDim.x, at = (int)blockIdx.x, heads = (int)op.kv_heads;
-    int i = cursor->turn * ctas + (cursor->turn % 2 == 0 ? at : ctas - 1 - at);
-    cursor->turn++;
+    int i = item_of_turn(cursor->turn++), heads = (int)op.kv_heads;
     item->kv_head = i % heads;
     item->rows = q;
     item->first = (cursor->tiles - 1 - i / heads) * rows_used(q, ROWS);
@@ -361,7 +359,6 @@ static __global__ void HOPPER_BOUNDS dq_kernel(struct attention op, struct query
 
 typedef void tile_kernel(struct attention, struct query_matrix, const struct attention_maps);
 
-// A CTA for each multiprocessor.
 static void launch(struct stream *stream, const struct attention *op, tile_kernel *kernel, int keys,
                    int bytes)
 {
@@ -369,12 +366,8 @@ static void launch(struct stream *stream, const struct attention *op, tile_kerne
     struct attention_maps maps;
     attention_maps_make(op, ROWS, keys, &maps);
     int64_t items = divide_up(q.count, rows_used(q, ROWS)) * op->kv_heads;
-    int device = 0, processors = 0;
-    cuda_check(cudaGetDevice(&device));
-    cuda_check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-    BUG_UNLESS(items <= INT32_MAX - processors);
+    unsigned ctas = attention_hopper_ctas(items);
     allow_shared(kernel, (size_t)bytes);
-    unsigned ctas = grid_size(items < processors ? items : processors);
     kernel<<<ctas, HOPPER_THREADS, bytes, stream->cuda>>>(*op, q, maps);
     launch_check();
 }

@@ -1,6 +1,7 @@
-// Owns the gradients of keys and values of attention on Hopper's own tensor-core instructions. A CTA has
-// a tile of 128 keys, 64 for each of two warpgroups that compute; of a third, one warp has the copy
-// engine bring tiles of queries and dout through a ring of slots, one brings their rows' numbers.
+// Owns the gradients of keys and values of attention on Hopper's own tensor-core instructions. A tile of 128
+// keys of a key head is an item; a CTA works on one after the other, 64 keys for each of two warpgroups
+// that compute. Of a third, one warp has the copy engine bring keys and values, and tiles of queries and
+// dout through a ring of slots; one writes the numbers that belong to their rows.
 #include "kernels/attention_plan.cuh"
 #include "kernels/attention_wgmma.cuh"
 
@@ -20,8 +21,8 @@ template <int D, int SLOTS> struct layout {
     static constexpr int SLOT = 2 * KEY, NUMBER = SLOT + SLOTS * TILE;
     static constexpr int BARRIERS = NUMBER + NUMBERS * (int)sizeof(struct tile_numbers);
     static constexpr int NUMBER_BARRIERS = BARRIERS + 16 * SLOTS;
-    static constexpr int KEY_BARRIER = NUMBER_BARRIERS + 16 * NUMBERS;
-    static constexpr int BYTES = KEY_BARRIER + 16;
+    static constexpr int KEY_BARRIERS = NUMBER_BARRIERS + 16 * NUMBERS;
+    static constexpr int BYTES = KEY_BARRIERS + 16;
 };
 
 #if HAS_WGMMA
@@ -39,20 +40,47 @@ fetch_tile(struct tile_ring<SLOTS> *ring, uint32_t slots, const CUtensorMap *map
     ring_next(ring);
 }
 
+// Keys and values of an item.
+template <int D>
+static __device__ __forceinline__ void fetch_item(const struct attention_maps &maps,
+                                                  const struct key_tile &keys, int kv_head,
+                                                  uint32_t to, uint32_t barrier)
+{
+    constexpr int KEY = tile_bytes<KEYS, D>();
+    const CUtensorMap *k = keys.own ? &maps.k_block : &maps.k_context;
+    const CUtensorMap *v = keys.own ? &maps.v_block : &maps.v_context;
+    barrier_expect(barrier, 2 * KEY);
+    for (int panel = 0; panel < D / PANEL; panel++, to += KEYS * ROW_BYTES) {
+        fetch_panel(to, k, kv_head * D + panel * PANEL, keys.first, barrier);
+        fetch_panel(to + KEY, v, kv_head * D + panel * PANEL, keys.first, barrier);
+    }
+}
+
 template <int D, int SLOTS>
 static __device__ __forceinline__ void
 produce_tiles(const struct attention &op, const struct query_matrix &q,
-              const struct attention_plan &plan, const struct attention_maps &maps,
-              const struct key_tile &keys, int kv_head, uint32_t slots, uint32_t barriers)
+              const struct attention_plan &plan, const struct attention_maps &maps, uint32_t base)
 {
-    struct tile_ring<SLOTS> ring = ring_make<SLOTS>(barriers);
-    struct query_cursor cursor = cursor_make<KEYS>(op, q, plan, keys);
-    for (int tile; (tile = cursor_next<KEYS>(&cursor, plan, keys)) >= 0;) {
-        if (threadIdx.x % WARP == 0) {
-            fetch_tile<D, SLOTS>(&ring, slots, &maps.q, q, kv_head, tile);
-            fetch_tile<D, SLOTS>(&ring, slots, &maps.dout, q, kv_head, tile);
+    typedef struct layout<D, SLOTS> Layout;
+    struct tile_ring<SLOTS> ring = ring_make<SLOTS>(base + Layout::BARRIERS);
+    struct tile_ring<1> key_ring = ring_make<1>(base + Layout::KEY_BARRIERS);
+    bool leads = threadIdx.x % WARP == 0;
+    for (int turn = 0, index; (index = item_of_turn(turn)) < plan.items; turn++) {
+        struct key_tile keys = tile_of<KEYS>(op, plan, index);
+        int kv_head = index % (int)op.kv_heads;
+        if (leads) {
+            ring_wait_empty(key_ring);
+            fetch_item<D>(maps, keys, kv_head, base, ring_full(key_ring));
         }
-        __syncwarp();
+        ring_next(&key_ring);
+        struct query_cursor cursor = cursor_make<KEYS>(op, q, plan, keys);
+        for (int tile; (tile = cursor_next<KEYS>(&cursor, plan, keys)) >= 0;) {
+            if (leads) {
+                fetch_tile<D, SLOTS>(&ring, base + Layout::SLOT, &maps.q, q, kv_head, tile);
+                fetch_tile<D, SLOTS>(&ring, base + Layout::SLOT, &maps.dout, q, kv_head, tile);
+            }
+            __syncwarp();
+        }
     }
 }
 
@@ -73,61 +101,76 @@ static __device__ __forceinline__ void write_numbers(const struct attention &op,
     }
 }
 
-// The numbers of rows go through a ring of their own, and then the word that it was the last tile.
+// The numbers of the tiles of one item, and then the word that it was the last.
 static __device__ __forceinline__ void
 produce_numbers(const struct attention &op, const struct query_matrix &q,
                 const struct attention_plan &plan, const struct key_tile &keys, int kv_head,
-                struct tile_numbers *numbers, uint32_t barriers)
+                struct tile_numbers *numbers, struct tile_ring<NUMBERS> *ring)
 {
-    struct tile_ring<NUMBERS> ring = ring_make<NUMBERS>(barriers);
     struct query_cursor cursor = cursor_make<KEYS>(op, q, plan, keys);
     int tile;
     do {
         tile = cursor_next<KEYS>(&cursor, plan, keys);
-        struct tile_numbers *to = numbers + ring.slot;
-        ring_wait_empty(ring);
+        struct tile_numbers *to = numbers + ring->slot;
+        ring_wait_empty(*ring);
         if (tile >= 0)
             write_numbers(op, q, keys.own, kv_head, tile, &to->rows);
         bool whole = tile >= 0 && !keys.own && plan.bounds[tile].all_begin <= keys.first &&
                      plan.bounds[tile].all_end >= keys.first + KEYS;
         if (threadIdx.x % WARP == 0)
             to->state[0] = tile < 0 ? TILE_NONE : whole ? TILE_WHOLE : TILE_MASKED;
-        barrier_arrive(ring_full(ring));
-        ring_next(&ring);
+        barrier_arrive(ring_full(*ring));
+        ring_next(ring);
     } while (tile >= 0);
 }
 
-// Where a CTA's tiles are in shared memory, as a warpgroup sees them: its own keys and values.
-struct dkv_tiles {
-    uint32_t keys, values, slots, barriers, number_barriers, key_barrier;
+template <int D, int SLOTS>
+static __device__ __forceinline__ void
+produce_all_numbers(const struct attention &op, const struct query_matrix &q,
+                    const struct attention_plan &plan, unsigned char *shared)
+{
+    typedef struct layout<D, SLOTS> Layout;
+    struct tile_ring<NUMBERS> ring =
+        ring_make<NUMBERS>(shared_address(shared) + Layout::NUMBER_BARRIERS);
+    for (int turn = 0, index; (index = item_of_turn(turn)) < plan.items; turn++)
+        produce_numbers(op, q, plan, tile_of<KEYS>(op, plan, index), index % (int)op.kv_heads,
+                        (struct tile_numbers *)(shared + Layout::NUMBER), &ring);
+}
+
+// Where a CTA's tiles are, as a warpgroup sees them: its own keys and values, and the rings.
+template <int SLOTS> struct dkv_tiles {
+    uint32_t keys, values, slots;
     const struct tile_numbers *numbers;
+    struct tile_ring<SLOTS> ring;
+    struct tile_ring<NUMBERS> number_ring;
+    struct tile_ring<1> key_ring;
 };
 
 // Adds up dk and dv of a warpgroup's 64 keys, of which this warp has 16 from `first` on. The products of
 // a tile of queries with dscore are on their way while the scores of the next are computed.
 template <int D, int SLOTS>
-static __device__ __forceinline__ void dkv_consume(const struct dkv_tiles &tiles, int group_first,
+static __device__ __forceinline__ void dkv_consume(struct dkv_tiles<SLOTS> *tiles, int group_first,
                                                    int first, float factor, float (*dk)[D / 8][4],
                                                    float (*dv)[D / 8][4])
 {
     constexpr int TILE = tile_bytes<ROWS, D>(), NT = ROWS / 8;
-    struct tile_ring<SLOTS> ring = ring_make<SLOTS>(tiles.barriers);
-    struct tile_ring<NUMBERS> number_ring = ring_make<NUMBERS>(tiles.number_barriers);
     float score[NT][4], dp[NT][4];
     uint32_t p[NT / 2][4], full_q, full_do, last = 0;
-    barrier_wait(tiles.key_barrier, 0);
+    ring_wait_full(tiles->key_ring);
     for (;;) {
-        uint32_t full_number = ring_full(number_ring);
-        ring_wait_full(number_ring);
-        const struct query_rows<ROWS> &rows = tiles.numbers[number_ring.slot].rows;
-        int state = tiles.numbers[number_ring.slot].state[0];
-        ring_next(&number_ring);
-        if (state == TILE_NONE)
+        uint32_t full_number = ring_full(tiles->number_ring);
+        ring_wait_full(tiles->number_ring);
+        const struct query_rows<ROWS> &rows = tiles->numbers[tiles->number_ring.slot].rows;
+        int state = tiles->numbers[tiles->number_ring.slot].state[0];
+        ring_next(&tiles->number_ring);
+        if (state == TILE_NONE) {
+            slot_release(full_number);
             break;
+        }
         bool whole = state == TILE_WHOLE;
-        uint32_t query = take_slot<SLOTS, TILE>(&ring, tiles.slots, &full_q);
+        uint32_t query = take_slot<SLOTS, TILE>(&tiles->ring, tiles->slots, &full_q);
         if (!whole && !keys_are_seen<ROWS, GROUP_KEYS>(rows, group_first)) {
-            take_slot<SLOTS, TILE>(&ring, tiles.slots, &full_do);
+            take_slot<SLOTS, TILE>(&tiles->ring, tiles->slots, &full_do);
             slot_release(full_q);
             slot_release(full_do);
             slot_release(full_number);
@@ -138,11 +181,11 @@ static __device__ __forceinline__ void dkv_consume(const struct dkv_tiles &tiles
             continue;
         }
         products_fence();
-        scores_start<D, ROWS, KEYS, ROWS>(score, tiles.keys, query);
+        scores_start<D, ROWS, KEYS, ROWS>(score, tiles->keys, query);
         products_commit();
-        uint32_t dout = take_slot<SLOTS, TILE>(&ring, tiles.slots, &full_do);
+        uint32_t dout = take_slot<SLOTS, TILE>(&tiles->ring, tiles->slots, &full_do);
         products_fence();
-        scores_start<D, ROWS, KEYS, ROWS>(dp, tiles.values, dout);
+        scores_start<D, ROWS, KEYS, ROWS>(dp, tiles->values, dout);
         products_commit();
         products_wait<1>();
         sums_settle<NT>(score);
@@ -166,38 +209,29 @@ static __device__ __forceinline__ void dkv_consume(const struct dkv_tiles &tiles
         sums_start<ROWS, D, ROWS>(dk[0], p, query);
         products_commit();
     }
+    slot_release(ring_full(tiles->key_ring)); // no scores are under way
+    ring_next(&tiles->key_ring);
     products_wait<0>();
     sums_settle<D / 8>(dk[0]);
     sums_settle<D / 8>(dv[0]);
+    if (last != 0)
+        slot_release(last);
 }
 
 template <int D, int SLOTS>
-static __device__ __forceinline__ void
-prologue(const struct query_matrix &q, const struct attention_maps &maps,
-         const struct key_tile &keys, int kv_head, unsigned char *shared)
+static __device__ __forceinline__ void prologue(const struct query_matrix &q, unsigned char *shared)
 {
-    uint32_t base = shared_address(shared);
     typedef struct layout<D, SLOTS> Layout;
+    uint32_t base = shared_address(shared);
     if (rows_used(q, ROWS) < ROWS)
         zeros_write(shared + Layout::SLOT, SLOTS * Layout::TILE);
     if (threadIdx.x == 0) {
         ring_init<SLOTS>(base + Layout::BARRIERS, 1, CONSUMERS / WARP);
         ring_init<NUMBERS>(base + Layout::NUMBER_BARRIERS, WARP, CONSUMERS / WARP);
-        barrier_init(base + Layout::KEY_BARRIER, 1);
+        ring_init<1>(base + Layout::KEY_BARRIERS, 1, CONSUMERS / WARP);
         barriers_publish();
     }
     __syncthreads();
-    if (threadIdx.x != 0)
-        return;
-    uint32_t barrier = base + Layout::KEY_BARRIER;
-    barrier_expect(barrier, 2 * Layout::KEY);
-    for (int panel = 0; panel < D / PANEL; panel++) {
-        uint32_t to = base + panel * KEYS * ROW_BYTES;
-        fetch_panel(to, keys.own ? &maps.k_block : &maps.k_context, kv_head * D + panel * PANEL,
-                    keys.first, barrier);
-        fetch_panel(to + Layout::KEY, keys.own ? &maps.v_block : &maps.v_context,
-                    kv_head * D + panel * PANEL, keys.first, barrier);
-    }
 }
 
 #endif // HAS_WGMMA
@@ -211,39 +245,39 @@ static __global__ void HOPPER_BOUNDS dkv_kernel(struct attention op, struct quer
     typedef struct layout<D, SLOTS> Layout;
     extern __shared__ __align__(1024) unsigned char shared[];
     uint32_t base = shared_address(shared);
-    int kv_head = (int)(blockIdx.x % op.kv_heads), warp = (int)threadIdx.x / WARP;
-    struct key_tile keys = tile_of<KEYS>(op, plan);
-    struct tile_numbers *numbers = (struct tile_numbers *)(shared + Layout::NUMBER);
-    prologue<D, SLOTS>(q, maps, keys, kv_head, shared);
+    int warp = (int)threadIdx.x / WARP, group = warp / 4 - 1;
+    prologue<D, SLOTS>(q, shared);
     if (warp < 4) {
         registers_give<HOPPER_REGISTERS - 2 * REGISTERS>();
         if (warp == 0)
-            produce_tiles<D, SLOTS>(op, q, plan, maps, keys, kv_head, base + Layout::SLOT,
-                                    base + Layout::BARRIERS);
+            produce_tiles<D, SLOTS>(op, q, plan, maps, base);
         else if (warp == 1)
-            produce_numbers(op, q, plan, keys, kv_head, numbers, base + Layout::NUMBER_BARRIERS);
+            produce_all_numbers<D, SLOTS>(op, q, plan, shared);
         return;
     }
     registers_take<REGISTERS>();
-    uint32_t own = base + (warp / 4 - 1) * GROUP_KEYS * ROW_BYTES;
-    int group_first = keys.first + (warp / 4 - 1) * GROUP_KEYS;
-    int first = keys.first + (warp - 4) * 16;
-    struct dkv_tiles tiles = {own,
-                              own + Layout::KEY,
-                              base + Layout::SLOT,
-                              base + Layout::BARRIERS,
-                              base + Layout::NUMBER_BARRIERS,
-                              base + Layout::KEY_BARRIER,
-                              numbers};
-    float dk[1][D / 8][4], dv[1][D / 8][4];
-    clear<1, D / 8>(dk);
-    clear<1, D / 8>(dv);
-    dkv_consume<D, SLOTS>(tiles, group_first, first, op.scale * log2_e, dk, dv);
-    dkv_store<D, D>(op, kv_head, keys, first, 0, dk, dv);
+    struct dkv_tiles<SLOTS> tiles;
+    tiles.keys = base + group * GROUP_KEYS * ROW_BYTES;
+    tiles.values = tiles.keys + Layout::KEY;
+    tiles.slots = base + Layout::SLOT;
+    tiles.numbers = (const struct tile_numbers *)(shared + Layout::NUMBER);
+    tiles.ring = ring_make<SLOTS>(base + Layout::BARRIERS);
+    tiles.number_ring = ring_make<NUMBERS>(base + Layout::NUMBER_BARRIERS);
+    tiles.key_ring = ring_make<1>(base + Layout::KEY_BARRIERS);
+    for (int turn = 0, index; (index = item_of_turn(turn)) < plan.items; turn++) {
+        struct key_tile keys = tile_of<KEYS>(op, plan, index);
+        int first = keys.first + (warp - 4) * 16;
+        float dk[1][D / 8][4], dv[1][D / 8][4];
+        clear<1, D / 8>(dk);
+        clear<1, D / 8>(dv);
+        dkv_consume<D, SLOTS>(&tiles, keys.first + group * GROUP_KEYS, first, op.scale * log2_e, dk,
+                              dv);
+        dkv_store<D, D>(op, index % (int)op.kv_heads, keys, first, 0, dk, dv);
+    }
 #endif
 }
 
-// A CTA for each tile of keys and key head. Shared memory: 164 KiB at D 128, 84 KiB at D 64.
+// Shared memory: 164 KiB at D 128, 84 KiB at D 64.
 template <int D, int SLOTS> static void launch(struct stream *stream, const struct attention *op)
 {
     constexpr int bytes = layout<D, SLOTS>::BYTES;
@@ -251,8 +285,7 @@ template <int D, int SLOTS> static void launch(struct stream *stream, const stru
     struct attention_plan plan = attention_plan_make(stream, op, q, rows_used(q, ROWS), KEYS);
     struct attention_maps maps;
     attention_maps_make(op, ROWS, KEYS, &maps);
-    int64_t tiles = plan.context_tiles + divide_up(op->rows, KEYS);
-    unsigned ctas = grid_size(tiles * op->kv_heads);
+    unsigned ctas = attention_hopper_ctas(plan.items);
     allow_shared(dkv_kernel<D, SLOTS>, bytes);
     dkv_kernel<D, SLOTS><<<ctas, HOPPER_THREADS, bytes, stream->cuda>>>(*op, q, plan, maps);
     launch_check();

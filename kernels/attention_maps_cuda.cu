@@ -1,4 +1,5 @@
-// Owns the descriptions of tensors by which the copy engine of Hopper finds tiles for attention.
+// Owns what the launches of Hopper's kernels of attention need of the driver: descriptions of tensors by
+// which the copy engine finds tiles, and the number of CTAs.
 #include <string.h>
 
 #include "kernels/attention_wgmma.cuh"
@@ -79,4 +80,13 @@ void attention_maps_make(const struct attention *op, int query_rows, int key_row
     map_keys(encode, op, &maps->k_context, op->k_context, packed, op->context, key_rows);
     map_keys(encode, op, &maps->v_context, op->v_context, op->v_context_stride, op->context,
              key_rows);
+}
+
+unsigned attention_hopper_ctas(int64_t items)
+{
+    int device = 0, processors = 0;
+    cuda_check(cudaGetDevice(&device));
+    cuda_check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+    BUG_UNLESS(items <= INT32_MAX - 2 * processors);
+    return grid_size(items < processors ? items : processors);
 }

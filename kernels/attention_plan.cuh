@@ -10,6 +10,7 @@ struct attention_plan {
     struct span_bounds *bounds; // [query tiles]
     int32_t *counts, *order; // [context tiles] query tiles that see it; tiles, the most seen first
     int32_t query_tiles, context_tiles, rows;
+    int32_t items; // tiles of context keys and of block rows, for each key head
 };
 
 static __device__ __forceinline__ bool may_see(const struct span_bounds &b, int first, int keys)
@@ -172,12 +173,12 @@ dkv_store(const struct attention &op, int kv_head, const struct key_tile &keys, 
     }
 }
 
-// blockIdx.x is item * kv_heads + key head: context tiles in the planned order, then tiles of block rows.
+// Item * kv_heads + key head: context tiles in the planned order, then tiles of block rows.
 template <int KEYS>
-static __device__ __forceinline__ struct key_tile tile_of(const struct attention &op,
-                                                          const struct attention_plan &plan)
+static __device__ __forceinline__ struct key_tile
+tile_of(const struct attention &op, const struct attention_plan &plan, int index)
 {
-    int item = (int)(blockIdx.x / op.kv_heads);
+    int item = index / (int)op.kv_heads;
     if (item < plan.context_tiles)
         return {false, plan.order[item] * KEYS, (int32_t)op.context};
     return {true, (item - plan.context_tiles) * KEYS, (int32_t)op.rows};

@@ -269,6 +269,17 @@ static __device__ __forceinline__ void fetch_queries(const struct query_matrix &
 
 #endif // HAS_WGMMA
 
+// Which item a CTA has in its turn, when items come with the heaviest first: every second turn in reverse,
+// so that all CTAs have about the same work.
+static __device__ __forceinline__ int item_of_turn(int turn)
+{
+    int ctas = (int)gridDim.x, at = (int)blockIdx.x;
+    return turn * ctas + (turn % 2 == 0 ? at : ctas - 1 - at);
+}
+
+// A CTA for each multiprocessor, at most one for each item.
+unsigned attention_hopper_ctas(int64_t items);
+
 // Rows of a tile of `rows` that are in use: whole block rows, all heads of the group of each. The copy
 // engine can not bring others.
 static __host__ __device__ inline int rows_used(const struct query_matrix &q, int rows)
