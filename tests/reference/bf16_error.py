@@ -215,7 +215,7 @@ def main():
         trace = Trace(path)
         if known is None or not same_inputs(known[0], trace):
             known = gradients(path, arguments)
-        ok = compare(trace.group("grad"), known[1], known[2], arguments) and ok
+        ok = compare(trace.group("grad"), known[2], known[1], arguments) and ok
     return 0 if ok else 1
 
 
