@@ -7,7 +7,7 @@
 #include "base/log.h"
 #include "base/timer.h"
 
-static const double tuning_seconds = 2.5;
+static const double tuning_seconds = 1.5;
 
 static void *zeroed(size_t bytes)
 {
