@@ -124,13 +124,16 @@ class Check:
         self.must([self.dtrain, "trace", "--config", config, "--out", out] + more, f"trace {name}")
         return out
 
-    def train(self, name, execution_of=None, **given):
-        """Trains; in a folder that begins with another run's execution, so that both run alike."""
-        config = write_config(self.folder, name, **given)
+    def take_execution(self, name, other, **changes):
+        """A folder for a run that begins with another run's choices, GEMM algorithms among them."""
         run = self.folder / name
-        if execution_of is not None:
-            run.mkdir()
-            shutil.copy(self.folder / execution_of / "execution.json", run)
+        run.mkdir()
+        execution = json.loads((self.folder / other / "execution.json").read_text())
+        (run / "execution.json").write_text(json.dumps({**execution, **changes}))
+        return run
+
+    def train(self, name, **given):
+        config = write_config(self.folder, name, **given)
         self.must([self.dtrain, "--config", config], f"training {name}")
         return config
 
@@ -219,7 +222,8 @@ def check_bf16(check):
 def check_twice(check):
     check.train("first")
     for level in ("none", "cheap", "layer"):
-        check.train(f"second-{level}", "first", memory=f"{{recompute: {level}}}")
+        check.take_execution(f"second-{level}", "first", recompute=level)
+        check.train(f"second-{level}", memory=f"{{recompute: {level}}}")
     plain = json.load(open(check.folder / "first" / "execution.json"))["recompute"]
     check.must_equal("first", f"second-{plain}")
     for level in ("none", "cheap", "layer"):
@@ -245,9 +249,7 @@ def check_kill(check):
     if not (check.folder / "first").exists():
         check.train("first")
     config = write_config(check.folder, "killed", every=5)
-    run = check.folder / "killed"
-    run.mkdir()
-    shutil.copy(check.folder / "first" / "execution.json", run)
+    run = check.take_execution("killed", "first")
     draw, killed = random.Random(7), []
     for _ in range(KILLS):
         done = check.steps("killed")[-1]["step"] if (run / "metrics.jsonl").exists() else 0
