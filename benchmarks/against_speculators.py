@@ -13,6 +13,7 @@ step.py from just before; each starts from its own weights.
 What inductor and triton compile is kept in /tmp/dtrain-peer-cache: with --steps 1 and no --dtrain, only that is done.
 """
 import argparse
+import faulthandler
 import gc
 import json
 import os
@@ -69,6 +70,15 @@ def peer_model(model, target):
     return draft.train()
 
 
+def leave_out_pruning():
+    """torch before 2.12 cannot trace the function that prunes the tiles of their loss kernels when two of them are in
+    one graph. It leaves out tiles wider than the vocabulary, of which these models have none, so nothing changes."""
+    from speculators.losses import fused
+
+    for kernel in (fused.loss_forward_kernel, fused.loss_backward_kernel):
+        kernel.early_config_prune = None
+
+
 def peer_batch(shard, tokens):
     """The first row of the shard, as their data loader hands it over."""
     with h5py.File(shard) as file:
@@ -111,13 +121,14 @@ def peer_seconds(draft, optimizer, batch, anchors, steps):
     options = dict(loss_config=resolve_loss_config("kl_div", "fused" if DEVICE == "cuda" else "eager"),
                    gamma=GAMMA, max_anchors=anchors)
     seconds, first, scored = [], None, None
-    for _ in range(steps):
+    for number in range(steps):
         synchronize()
         begin = time.perf_counter()
         loss, metrics = peer_step(draft, optimizer, batch, options)
         synchronize()
         seconds.append(time.perf_counter() - begin)
-        if first is None:
+        if number == 0:
+            print(f"{anchors} anchors: first step, with compilation, {seconds[0]:.1f} s", flush=True)
             first, scored = float(loss.detach()), float(metrics["full_acc_total"]) / (anchors * made_up.BLOCK)
     return seconds, first, scored
 
@@ -191,7 +202,10 @@ def main():
     parser.add_argument("--folder", default="/dev/shm/dtrain-step")
     parser.add_argument("--limit", type=float, default=90)
     parser.add_argument("--json", help="file for all results")
+    parser.add_argument("--stacks", type=float, help="print where it is after every so many seconds")
     arguments = parser.parse_args()
+    if arguments.stacks:
+        faulthandler.dump_traceback_later(arguments.stacks, repeat=True)
     arguments.dtrain = arguments.dtrain and os.path.abspath(arguments.dtrain)
     folder = pathlib.Path(arguments.folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -200,6 +214,8 @@ def main():
     base = before.base if before.nvml else 0
     before.close()
     draft = peer_model(made_up.MODELS[arguments.model], target)
+    if DEVICE == "cuda" and made_up.MODELS[arguments.model]["vocab"] > 32768:
+        leave_out_pruning()
     trainable = [p for p in draft.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=RATE, weight_decay=0.0, fused=True)
     batch = peer_batch(shard, arguments.tokens)

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Builds dtrain on a machine with a GPU, checks its CUDA backend, times it, and prints one table.
 #   benchmarks/gpu.sh [SECTION...]
-# Sections, in this order whatever the order of the words; without words: all but peer.
+# Sections, in this order whatever the order of the words; without words: all but the last two.
 #   build      the program, the tests and the benchmarks; always done when there is no build folder yet
 #   tests      the kernel tests op by op, with and without the paths for some GPUs only; ctest -L cuda;
 #              steps in fp32 against the CPU, 50 steps twice
@@ -10,6 +10,7 @@
 #   steps      whole steps at real sizes (STEPS: settings of step.py, "all" by default)
 #   peer       the same steps in the published speculators package, and ours beside them (PEER: a folder of wheels
 #              that collect_peer.py has filled, .peer by default); it is compiled beside the build and the checks
+#   peer-compile   only that
 # Checks run side by side; what is timed runs alone. Variables:
 # BUILD: build folder, /tmp/dtrain-gpu by default. ARCH: architecture to build for, 90a by default.
 # COMMIT: what is printed as the commit where git is not there. OUT: a folder for the logs (few files), BUILD
@@ -130,20 +131,27 @@ ANCHORS=${ANCHORS:-512,1024,2048,3072}
 site=$BUILD/peer-site
 prepare() {
     python3 benchmarks/step.py --prepare --settings "${STEPS:-v4-512}" --folder $INPUTS --dtrain -
-    wanted peer || return
+    : >"$logs/prepared"
+    wanted peer || wanted peer-compile || return
     mkdir -p "$site"
     for wheel in "$PEER"/*.whl; do [ -f "$wheel" ] && python3 -m zipfile -e "$wheel" "$site"; done
     # Without 3072, which takes all memory before it fails: the checks need some.
-    PYTHONPATH=$site timeout 240 python3 benchmarks/against_speculators.py --folder $INPUTS \
-        --anchors "${ANCHORS/,3072/}" --steps 1
+    PYTHONPATH=$site exec python3 benchmarks/against_speculators.py --folder $INPUTS --anchors "${ANCHORS/,3072/}" \
+        --steps 1 --stacks 20
 }
-if wanted steps || wanted peer; then # beside the build and the checks
+prepare_id=
+if wanted steps || wanted peer || wanted peer-compile; then # beside the build and the checks
     prepare >"$logs/prepare.log" 2>&1 &
+    prepare_id=$!
 fi
 if wanted build || [ ! -x "$BUILD/dtrain" ]; then build; fi
 export OMP_NUM_THREADS=2
 wanted tests && tests
 wanted sanitizer && sanitizer
+for id in $(jobs -rp); do [ "$id" = "$prepare_id" ] || wait "$id"; done
+# What is compiled by then is kept; nothing waits for the rest.
+while [ -n "$prepare_id" ] && [ ! -e "$logs/prepared" ] && kill -0 "$prepare_id" 2>/dev/null; do sleep 0.2; done
+[ -n "$prepare_id" ] && kill "$prepare_id" 2>/dev/null
 wait
 unset OMP_NUM_THREADS
 [ -s "$logs/check.log" ] && cut -c1-200 "$logs/check.log"
