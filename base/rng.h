@@ -32,5 +32,7 @@ uint64_t rng_u64(struct rng_key key, uint64_t counter);
 float rng_uniform(struct rng_key key, uint64_t counter);
 // Standard normal (Box-Muller), one per counter.
 float rng_normal(struct rng_key key, uint64_t counter);
+// The same at counters first, first + 1, ...: the same bits, in half the time.
+void rng_normals(struct rng_key key, uint64_t first, int64_t count, float *out);
 
 #endif

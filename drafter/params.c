@@ -56,22 +56,39 @@ static uint64_t name_hash(const char *name)
     return hash;
 }
 
+enum { SLICE = 1 << 14 }; // values that a thread makes at a time
+
+// Initial values [first, first + count) of one tensor.
+static void make_values(const struct param *param, struct rng_key key, double init_std,
+                        int64_t first, int64_t count, float *out)
+{
+    if (!param->norm)
+        rng_normals(key, (uint64_t)first, count, out);
+    for (int64_t i = 0; i < count; i++)
+        out[i] = param->norm ? 1.0f : (float)(init_std * (double)out[i]);
+}
+
 void params_values(const struct params *params, uint64_t seed, double init_std, int64_t first,
                    int64_t count, float *out)
 {
-    memset(out, 0, (size_t)count * sizeof(*out));
-    for (size_t i = 0; i < params->count; i++) {
+    int64_t done = first;
+    for (size_t i = 0; i < params->count; i++) { // offsets ascend
         const struct param *param = &params->items[i];
         struct rng_key key = rng_key_make(seed, 0, name_hash(param->name), RNG_INIT);
         int64_t begin = first > param->offset ? first - param->offset : 0;
         int64_t end = first + count - param->offset;
         if (end > param->count)
             end = param->count;
+        if (begin >= end)
+            continue;
+        memset(out + (done - first), 0, (size_t)(param->offset + begin - done) * sizeof(*out));
+        done = param->offset + end;
 #pragma omp parallel for schedule(static)
-        for (int64_t j = begin; j < end; j++)
-            out[param->offset + j - first] =
-                param->norm ? 1.0f : (float)(init_std * (double)rng_normal(key, (uint64_t)j));
+        for (int64_t at = begin; at < end; at += SLICE)
+            make_values(param, key, init_std, at, end - at < SLICE ? end - at : SLICE,
+                        out + (param->offset + at - first));
     }
+    memset(out + (done - first), 0, (size_t)(first + count - done) * sizeof(*out));
 }
 
 void params_initialize(const struct params *params, uint64_t seed, double init_std, float *flat)

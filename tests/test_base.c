@@ -249,6 +249,20 @@ static void rng_normal_moments(void **state)
     assert_true(fabs(neighbours / DRAWS) < 5.0 * sqrt(1.0 / DRAWS));
 }
 
+// Counters that pass 2^32, and counts that do not fill what is drawn together.
+static void rng_normals_are_rng_normal(void **state)
+{
+    (void)state;
+    static float many[2000];
+    struct rng_key key = rng_key_make(5, 6, 7, RNG_TEST);
+    for (int64_t count = 0; count < 2000; count += 333) {
+        uint64_t first = ((uint64_t)1 << 32) - 700;
+        rng_normals(key, first, count, many);
+        for (int64_t i = 0; i < count; i++)
+            assert_true(many[i] == rng_normal(key, first + (uint64_t)i));
+    }
+}
+
 static void bf16_rounds_to_nearest_even(void **state)
 {
     (void)state;
@@ -392,6 +406,7 @@ int main(void)
         cmocka_unit_test(rng_uniform_moments),
         cmocka_unit_test(rng_uniform_ends),
         cmocka_unit_test(rng_normal_moments),
+        cmocka_unit_test(rng_normals_are_rng_normal),
         cmocka_unit_test(bf16_rounds_to_nearest_even),
         cmocka_unit_test(bf16_keeps_nan_and_itself),
         cmocka_unit_test(crc32c_known_answers),

@@ -374,6 +374,29 @@ static void initial_values_have_the_deviation_and_padding_is_zero(void **state)
     params_release(&params);
 }
 
+static void initial_values_in_pieces_are_the_same(void **state)
+{
+    (void)state;
+    struct params params = {0};
+    params_add(&params, "odd", 1, 3, 1, true, false);
+    params_add(&params, "big", 2, 300, 101, false, false);
+    params_add(&params, "joined", 2, 7, 101, false, true);
+    float *flat = memory_alloc((size_t)params.elements, sizeof(*flat));
+    params_initialize(&params, 1, 0.5, flat);
+    static const int64_t pieces[] = {1, 50, 4096, 20011};
+    for (size_t i = 0; i < sizeof(pieces) / sizeof(*pieces); i++)
+        for (int64_t at = 0; at < params.elements; at += pieces[i]) {
+            int64_t n = params.elements - at < pieces[i] ? params.elements - at : pieces[i];
+            float *piece = memory_alloc((size_t)n, sizeof(*piece));
+            memset(piece, 0xff, (size_t)n * sizeof(*piece));
+            params_values(&params, 1, 0.5, at, n, piece);
+            assert_memory_equal(piece, flat + at, (size_t)n * sizeof(*piece));
+            free(piece);
+        }
+    free(flat);
+    params_release(&params);
+}
+
 static double number(const struct safetensors *file, int i, const char *what)
 {
     char name[64];
@@ -452,6 +475,7 @@ int main(void)
         cmocka_unit_test(joined_tensors_touch_and_others_are_aligned),
         cmocka_unit_test(initial_values_depend_on_seed_and_name_only),
         cmocka_unit_test(initial_values_have_the_deviation_and_padding_is_zero),
+        cmocka_unit_test(initial_values_in_pieces_are_the_same),
         cmocka_unit_test(rope_tables_match_the_recorded_frequencies),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
