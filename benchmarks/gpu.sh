@@ -11,6 +11,7 @@
 #   peer       the same steps in the published speculators package, and ours beside them (PEER: a folder of wheels
 #              that collect_peer.py has filled, .peer by default); it is compiled beside the build and the checks
 #   peer-compile   only that
+# What was compiled for the peer is left as peer-cache.tgz in OUT, and taken from PEER/peer-cache.tgz when that is there.
 # Checks run side by side; what is timed runs alone. Variables:
 # BUILD: build folder, /tmp/dtrain-gpu by default. ARCH: architecture to build for, 90a by default.
 # COMMIT: what is printed as the commit where git is not there. OUT: a folder for the logs (few files), BUILD
@@ -38,6 +39,7 @@ row() { printf '%-40s %-8s %s\n' "$1" "$2" "$3" >>"$table"; }
 elapsed() { echo $(($(date +%s) - begin)); }
 
 finish() {
+    [ -d /tmp/dtrain-peer-cache ] && tar czf "$OUT/peer-cache.tgz" -C /tmp dtrain-peer-cache && du -h "$OUT/peer-cache.tgz"
     cp $INPUTS/run-*.log "$logs" 2>/dev/null
     tail -n 100000 "$logs"/*.log >"$OUT/gpu-logs.txt"
     echo
@@ -134,6 +136,7 @@ prepare() {
     : >"$logs/prepared"
     wanted peer || wanted peer-compile || return
     mkdir -p "$site"
+    [ -f "$PEER/peer-cache.tgz" ] && tar xzf "$PEER/peer-cache.tgz" -C /tmp
     for wheel in "$PEER"/*.whl; do [ -f "$wheel" ] && python3 -m zipfile -e "$wheel" "$site"; done
     # Without 3072, which takes all memory before it fails: the checks need some.
     PYTHONPATH=$site exec python3 benchmarks/against_speculators.py --folder $INPUTS --anchors "${ANCHORS/,3072/}" \
