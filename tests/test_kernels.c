@@ -1,6 +1,7 @@
 // Every row of the table of kernel cases on one backend, named on the command line: cpu, cuda, or
 // cuda-generic (without the paths that only some GPUs have). A second argument is a part of names:
-// only those cases run.
+// only those cases run. A third is the most values that a case's tensors may have: larger cases are
+// left out, and none runs more than once (what a sanitizer has the time for).
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -172,30 +173,52 @@ static void names_and_seeds_differ(void **state)
         }
 }
 
-int main(int argc, char **argv)
+static bool is_small(const struct kernel_case *c, int64_t most)
 {
-    struct test_backend on;
-    int status = test_backend_named(&on, argc > 1 ? argv[1] : "cpu");
-    if (status != 0)
-        return status;
-    size_t most = 2 * (size_t)kernel_case_count + 5, count = 0;
-    struct test_case *cases = calloc(most, sizeof(*cases));
-    struct CMUnitTest *tests = calloc(most, sizeof(*tests));
+    struct kernel_run run;
+    int64_t values = 0;
+    kernel_case_build(c, &run);
+    for (int i = 0; i < run.count; i++)
+        values += run.tensors[i].rows * run.tensors[i].columns;
+    kernel_run_release(&run);
+    return values <= most;
+}
+
+// Fills both arrays; part: of names, NULL: any; most: values, 0: any. Returns how many.
+static size_t add_cases(const struct test_backend *on, const char *part, int64_t most,
+                        struct test_case *cases, struct CMUnitTest *tests)
+{
+    size_t count = 0;
     for (int i = 0; i < kernel_case_count; i++) {
-        if (kernel_cases[i].flags & CASE_BENCH)
-            continue;
         struct test_case *test = &cases[count];
-        *test = (struct test_case){.on = &on, .c = &kernel_cases[i]};
+        *test = (struct test_case){.on = on, .c = &kernel_cases[i]};
         kernel_case_name(test->c, test->name);
-        if (argc > 2 && strstr(test->name, argv[2]) == NULL)
+        if ((test->c->flags & CASE_BENCH) || (part != NULL && strstr(test->name, part) == NULL) ||
+            (most > 0 && !is_small(test->c, most)))
             continue;
         tests[count++] = (struct CMUnitTest){test->name, runs_as_expected, NULL, NULL, test};
+        if (most > 0)
+            continue;
         cases[count] = *test;
         strncat(cases[count].name, "/repeats", CASE_NAME - strlen(test->name) - 1);
         tests[count] =
             (struct CMUnitTest){cases[count].name, repeats_bitwise, NULL, NULL, &cases[count]};
         count++;
     }
+    return count;
+}
+
+int main(int argc, char **argv)
+{
+    struct test_backend on;
+    int status = test_backend_named(&on, argc > 1 ? argv[1] : "cpu");
+    if (status != 0)
+        return status;
+    size_t most = 2 * (size_t)kernel_case_count + 5;
+    struct test_case *cases = calloc(most, sizeof(*cases));
+    struct CMUnitTest *tests = calloc(most, sizeof(*tests));
+    size_t count = add_cases(&on, argc > 2 ? argv[2] : NULL,
+                             argc > 3 ? strtoll(argv[3], NULL, 10) : 0, cases, tests);
     cases[count] = (struct test_case){.on = &on};
     struct CMUnitTest general[] = {
         {"every_kernel_has_a_case", every_kernel_has_a_case, NULL, NULL, &cases[count]},
