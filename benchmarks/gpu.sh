@@ -5,7 +5,7 @@
 #   build      the program, the tests and the benchmarks; always done when there is no build folder yet
 #   tests      the kernel tests op by op, with and without the paths for some GPUs only; ctest -L cuda;
 #              steps in fp32 against the CPU, 50 steps twice
-#   sanitizer  compute-sanitizer (memcheck, racecheck, initcheck) on the kernel tests
+#   sanitizer  compute-sanitizer (memcheck, racecheck, initcheck) on small kernel cases and a tiny step
 #   kernels, gemm, attention, loss, data   times of the parts (CASES: part of the names of the loss's)
 #   steps      whole steps at real sizes (STEPS: settings of step.py, "all" by default)
 #   peer       the same steps in the published speculators package, and ours beside them (PEER: a folder of wheels
@@ -16,7 +16,7 @@
 # BUILD: build folder, /tmp/dtrain-gpu by default. ARCH: architecture to build for, 90a by default.
 # COMMIT: what is printed as the commit where git is not there. OUT: a folder for the logs (few files), BUILD
 # by default. DEBS: a folder of .deb files with libraries that the machine lacks; they are unpacked to
-# /tmp/debs. SANITIZER_CASES: part of the names of the cases for the sanitizer, behind "OP/"; all by default.
+# /tmp/debs.
 # Needs python3 with numpy, h5py, safetensors, torch.
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -109,21 +109,8 @@ tests() {
     check_later 150 "ctest -L cuda" ctest ctest --test-dir "$BUILD" -L cuda -E '^kernels' -j 4 --output-on-failure
 }
 
-# The generic path is another only for attention and the loss.
 sanitizer() {
-    local op path tool
-    command -v compute-sanitizer >/dev/null || { row "sanitizer" "none" "compute-sanitizer is not there"; return; }
-    for op in attention_backward attention_forward softmax_loss $OPS; do # the longest first
-        for path in cuda cuda-generic; do
-            for tool in memcheck racecheck initcheck; do
-                [ $path = cuda-generic ] && [[ $op != attention* && $op != softmax* ]] && continue
-                [ -e "$logs/$tool-$path-$op.log" ] && continue
-                check_later "${SANITIZER_LIMIT:-90}" "$tool $path $op" "$tool-$path-$op" compute-sanitizer --tool $tool \
-                    --error-exitcode 9 "$BUILD/tests/test_kernels" $path "$op/${SANITIZER_CASES:-}"
-                : >>"$logs/$tool-$path-$op.log"
-            done
-        done
-    done
+    check_later "${SANITIZER_LIMIT:-120}" "sanitizer" sanitizer tests/cuda_sanitizer.sh "$BUILD" "$BUILD/sanitizer"
 }
 
 export REQUIRE_CUDA=1 OMP_WAIT_POLICY=passive PYTHONUNBUFFERED=1
