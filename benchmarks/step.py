@@ -27,7 +27,6 @@ import step_floor
 TOKENS = 8192
 ALL = ("v4-512 v4-1024 v4-2048 v4-3072 v4-8192 v4-1024-low v4-8192-low v4-1024-mix v4-2048-wild "
        "qwen3-8b-1024").split()
-SKIP = 3  # steps that do not count: the first ones fill caches and choose algorithms
 WILD_STEPS = 19  # every row three times
 PARTS = ("wait", "forward", "loss", "backward", "optimizer")
 
@@ -175,8 +174,13 @@ def floor_of(name, tokens):
     return step_floor.floor_milliseconds(made_up.MODELS[model], anchors, tokens, length)
 
 
+def warm_up(count):
+    """Steps that do not count: the first one fills caches."""
+    return max(1, count // 4) if count > 1 else 0
+
+
 def summarise(name, steps, startup, memory, plan, tokens):
-    counted = steps[SKIP:] if len(steps) > SKIP + 1 else steps
+    counted = steps[warm_up(len(steps)):]
     median = statistics.median(s["seconds"] for s in counted)
     rows = statistics.median(made_up.BLOCK * s["anchors"] / s["seconds"] for s in counted)
     parts = {part: statistics.median(s[part + "_seconds"] for s in counted) for part in PARTS}
@@ -237,7 +241,8 @@ def main():
         command = [dtrain, "--config", str(config)]
         for words in arguments.set:
             command += ["--set", words]
-        count = WILD_STEPS if "wild" in marks else arguments.steps if anchors <= 2048 else min(arguments.steps, 8)
+        # Long steps need fewer of them, and time on a GPU machine is short.
+        count = WILD_STEPS if "wild" in marks else min(arguments.steps, max(5, 12288 // anchors))
         steps, startup, memory = run_steps(command, run, count, arguments.limit)
         if not steps:
             print(f"{name:20s} FAILED: {last_lines(run)}", flush=True)
