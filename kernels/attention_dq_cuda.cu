@@ -48,7 +48,13 @@ static __global__ void __launch_bounds__(THREADS, CTAS)
     struct row_statistics<MT> statistics =
         statistics_of<MT>(op, q, kv_head, first + threadIdx.x / WARP * MT * 16);
     __syncthreads();
-    struct span_bounds context = spans_bounds<ROWS>(rows.context);
+    struct span_bounds &context = *(struct span_bounds *)(&rows + 1); // not in registers
+    if (threadIdx.x < WARP) {
+        struct span_bounds b = spans_bounds<ROWS>(rows.context);
+        if (threadIdx.x == 0)
+            context = b;
+    }
+    __syncthreads();
     struct span_bounds own = spans_bounds<ROWS>(rows.own);
     float dq[MT][D / 8][4], factor = op.scale * log2_e;
     clear<MT, D / 8>(dq);
@@ -89,7 +95,7 @@ static void dq_launch(struct stream *stream, const struct attention *op)
 {
     constexpr int ROWS = WARPS * MT * 16;
     constexpr int bytes = 2 * tile_bytes<ROWS, D>() + STAGES * 2 * tile_bytes<KEYS, D>() +
-                          (int)sizeof(struct row_spans<ROWS>);
+                          (int)sizeof(struct row_spans<ROWS>) + (int)sizeof(struct span_bounds);
     static_assert(bytes <= 99 << 10, "what every device has");
     struct query_matrix q = query_matrix_make(op);
     unsigned ctas = grid_size(divide_up(q.count, ROWS) * op->kv_heads);

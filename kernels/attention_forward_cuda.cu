@@ -31,7 +31,7 @@ forward_step(const struct key_step &step, bool whole, const struct row_spans<WAR
 template <int D, int MT, int KEYS, int STAGES> static constexpr int forward_bytes()
 {
     return tile_bytes<WARPS * MT * 16, D>() + STAGES * 2 * tile_bytes<KEYS, D>() +
-           (int)sizeof(struct row_spans<WARPS * MT * 16>);
+           (int)sizeof(struct row_spans<WARPS * MT * 16>) + (int)sizeof(struct span_bounds);
 }
 
 template <int D, int MT, int KEYS, int STAGES, int CTAS>
@@ -49,7 +49,13 @@ static __global__ void __launch_bounds__(THREADS, CTAS)
     load_queries<ROWS, D, THREADS>(op, q, kv_head, first, query, op.q, 0, NULL);
     spans_load<ROWS>(op, q, first, threadIdx.x, THREADS, &rows);
     __syncthreads();
-    struct span_bounds context = spans_bounds<ROWS>(rows.context);
+    struct span_bounds &context = *(struct span_bounds *)(&rows + 1); // not in registers
+    if (threadIdx.x < WARP) {
+        struct span_bounds b = spans_bounds<ROWS>(rows.context);
+        if (threadIdx.x == 0)
+            context = b;
+    }
+    __syncthreads();
     struct span_bounds own = spans_bounds<ROWS>(rows.own);
     float out[MT][D / 8][4], factor = op.scale * log2_e;
     struct running<MT> r;

@@ -95,7 +95,7 @@ static __device__ __forceinline__ uint32_t shared_address(const void *pointer)
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
-// 16 bytes, or 16 zero bytes.
+// 16 bytes, or 16 zero bytes without a look at `from`.
 static __device__ __forceinline__ void copy_chunk(uint32_t to, const void *from, bool there)
 {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
@@ -178,8 +178,8 @@ static __device__ __forceinline__ void load_keys(uint32_t to, const bf16_t *from
         if (ROWS * CHUNKS % THREADS != 0 && i >= ROWS * CHUNKS)
             break;
         bool there = first + row < limit;
-        const bf16_t *source = from + (there ? (first + row) * stride + chunk * CHUNK : 0);
-        copy_chunk(to + tile_offset<ROWS>(row, chunk), source, there);
+        copy_chunk(to + tile_offset<ROWS>(row, chunk),
+                   from + (first + row) * stride + chunk * CHUNK, there);
     }
 }
 

@@ -160,6 +160,8 @@ static __device__ __forceinline__ bool softmax_step(float (*score)[NT][4], struc
                     sum += score[i][n][e];
                 }
             r->sum[i][half] = r->sum[i][half] * correction[i][half] + sum;
+            // Never so: a branch on the answer then comes after the exponentials.
+            changed = changed || sum < 0.0f;
         }
     return __any_sync(~0u, changed);
 }
