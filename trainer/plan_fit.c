@@ -69,6 +69,7 @@ static struct fit_try trial_plan(const struct trial *trial, const struct plan_su
     struct fit_try result = {.needed = 0};
     if (plan_make(&plan, subject, &trial->config, NULL, &err) == 0) {
         result.needed = plan.needed;
+        result.host = plan_host_needed(&plan);
         result.fits = plan.fits;
         if (cut != NULL)
             *cut = plan_cut_of(&plan.execution);

@@ -12,6 +12,7 @@ enum { FIT_TRIES = 48, FIT_KEYS = 8 };
 struct fit_try {
     int64_t value;
     size_t needed; // bytes; 0: the config would be faulty
+    size_t host;   // bytes of host memory beside them
     bool fits;
 };
 

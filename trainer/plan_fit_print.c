@@ -27,7 +27,7 @@ static void print_cut(const struct plan_cut *e, FILE *out)
 
 static void print_fit(const struct plan_fit *fit, size_t device_memory, FILE *out)
 {
-    char number[PLAN_NUMBER_TEXT], bytes[BYTE_SIZE_TEXT];
+    char number[PLAN_NUMBER_TEXT], bytes[BYTE_SIZE_TEXT], host[BYTE_SIZE_TEXT];
     fprintf(out, "  %s, %s\n", fit->key,
             fit->open ? "cut as small as it takes" : "the step cut as it is now");
     if (fit->independent) {
@@ -41,8 +41,9 @@ static void print_fit(const struct plan_fit *fit, size_t device_memory, FILE *ou
                 byte_size_text((double)fit->next.needed, bytes));
         return;
     }
-    fprintf(out, "    %s fits: %s\n", plan_number(fit->largest.value, number),
-            byte_size_text((double)fit->largest.needed, bytes));
+    fprintf(out, "    %s fits: %s, and %s on the host\n", plan_number(fit->largest.value, number),
+            byte_size_text((double)fit->largest.needed, bytes),
+            byte_size_text((double)fit->largest.host, host));
     if (!fit->bounded)
         fprintf(out, "    and is the largest there can be\n");
     else if (fit->next.needed == 0)
@@ -105,6 +106,7 @@ void plan_fit_json(const struct plan_fit *fits, size_t count,
         if (fit->found) {
             json_add_int(object, "largest", fit->largest.value);
             json_add_int(object, "largest_needed", (int64_t)fit->largest.needed);
+            json_add_int(object, "largest_host", (int64_t)fit->largest.host);
             json_add_int(object, "group_rows", fit->cut.group_rows);
             json_add_int(object, "chunk_rows", fit->cut.chunk_rows);
             cJSON_AddStringToObject(object, "recompute", fit->cut.recompute);
