@@ -268,6 +268,7 @@ store_fragments(const struct attention &op, const struct query_matrix &q, int kv
                 int top, const float (*sum)[D / 8][4], const float (*factor)[2], bf16_t *to,
                 unsigned char *tile)
 {
+    __syncwarp(); // the lanes have read their queries
 #pragma unroll
     for (int i = 0; i < MT; i++)
 #pragma unroll
