@@ -21,7 +21,7 @@ enum {
     TENSORS = 16,
     NAME = 192
 };
-static const double enough_seconds = 0.3;
+static const double enough_seconds = 0.1;
 
 // Sizes of a model's drafter and of a step.
 struct sizes {
