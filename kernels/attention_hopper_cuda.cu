@@ -6,7 +6,11 @@
 // same.
 #include "kernels/attention_wgmma.cuh"
 
-enum { ROWS = 128, ITEMS = 2 }; // items that a CTA holds: one in work, one on its way
+enum {
+    ROWS = 128,
+    ITEMS = 2, // that a CTA holds: one in work, one on its way
+    REGISTERS = 232
+};
 
 // Shared memory: q (and dout) of each item, SLOTS tiles of keys or values, spans, barriers.
 template <int D, int KEYS, int SLOTS, int QUERY_TILES> struct layout {
@@ -147,8 +151,8 @@ static __device__ __forceinline__ void barriers_make(const struct query_matrix &
     __syncthreads();
 }
 
-// Whether this thread computes; it then has so many registers. Otherwise its work is done.
-template <int D, int KEYS, int SLOTS, int REGISTERS, class Layout>
+// Whether this thread computes. Otherwise its work is done.
+template <int D, int KEYS, int SLOTS, class Layout>
 static __device__ __forceinline__ bool
 split_roles(const struct attention &op, const struct query_matrix &q,
             const struct attention_maps &maps, bool with_dout, unsigned char *shared)
@@ -179,10 +183,10 @@ forward_probabilities(const struct key_step &step, const struct span_bounds &con
 }
 
 // A warpgroup that computes. The scores of a tile are on their way while the tile before is summed up.
-template <int D, int KEYS, int SLOTS, bool HELD>
+template <int D, int KEYS, int SLOTS>
 static __device__ __forceinline__ void
 forward_consume(const struct attention &op, const struct row_spans<ROWS> &rows,
-                struct key_step step, const struct left_rows<D, HELD> &query, uint32_t slots,
+                struct key_step step, uint32_t query, uint32_t slots,
                 struct tile_ring<SLOTS> *keys_ring, int top, struct running<1> *r,
                 float (*out)[D / 8][4])
 {
@@ -193,7 +197,7 @@ forward_consume(const struct attention &op, const struct row_spans<ROWS> &rows,
     uint32_t p[KEYS / 16][4], full_k, full_v;
     uint32_t keys = take_slot<SLOTS, TILE>(&ring, slots, &full_k);
     products_fence();
-    scores_start<D, KEYS, ROWS, KEYS, HELD>(score[0], query, keys);
+    scores_start<D, KEYS, ROWS, KEYS>(score[0], query, keys);
     products_commit();
     products_wait<0>();
     sums_settle<KEYS / 8>(score[0]);
@@ -210,7 +214,7 @@ forward_consume(const struct attention &op, const struct row_spans<ROWS> &rows,
         }
         keys = take_slot<SLOTS, TILE>(&ring, slots, &full_k);
         products_fence();
-        scores_start<D, KEYS, ROWS, KEYS, HELD>(score[0], query, keys);
+        scores_start<D, KEYS, ROWS, KEYS>(score[0], query, keys);
         products_commit();
         uint32_t values = take_slot<SLOTS, TILE>(&of_values, slots, &full_v);
         products_fence();
@@ -246,12 +250,11 @@ forward_consume(const struct attention &op, const struct row_spans<ROWS> &rows,
 
 // dq of a warpgroup's rows, without the scale. The sums of a tile are on their way while the scores of
 // the next are computed.
-template <int D, int KEYS, int SLOTS, bool HELD>
+template <int D, int KEYS, int SLOTS>
 static __device__ __forceinline__ void
 dq_consume(const struct attention &op, const struct row_spans<ROWS> &rows, struct key_step step,
-           const struct left_rows<D, HELD> &query, const struct left_rows<D, HELD> &dout,
-           uint32_t slots, struct tile_ring<SLOTS> *keys_ring, int top,
-           const struct row_statistics<1> &statistics, float (*dq)[D / 8][4])
+           uint32_t query, uint32_t dout, uint32_t slots, struct tile_ring<SLOTS> *keys_ring,
+           int top, const struct row_statistics<1> &statistics, float (*dq)[D / 8][4])
 {
     constexpr int TILE = tile_bytes<KEYS, D>();
     struct span_bounds context = spans_bounds<ROWS>(rows.context);
@@ -261,11 +264,11 @@ dq_consume(const struct attention &op, const struct row_spans<ROWS> &rows, struc
     for (; step.there; step = step_after<ROWS, KEYS>(step, context, rows)) {
         uint32_t keys = take_slot<SLOTS, TILE>(&ring, slots, &full_k);
         products_fence();
-        scores_start<D, KEYS, ROWS, KEYS, HELD>(score[0], query, keys);
+        scores_start<D, KEYS, ROWS, KEYS>(score[0], query, keys);
         products_commit();
         uint32_t values = take_slot<SLOTS, TILE>(&ring, slots, &full_v);
         products_fence();
-        scores_start<D, KEYS, ROWS, KEYS, HELD>(dp[0], dout, values);
+        scores_start<D, KEYS, ROWS, KEYS>(dp[0], dout, values);
         products_commit();
         products_wait<1>();
         sums_settle<KEYS / 8>(score[0]);
@@ -291,14 +294,14 @@ dq_consume(const struct attention &op, const struct row_spans<ROWS> &rows, struc
 
 #endif // HAS_WGMMA
 
-template <int D, int KEYS, int SLOTS, bool HELD>
+template <int D, int KEYS, int SLOTS>
 static __global__ void HOPPER_BOUNDS forward_kernel(
     struct attention op, struct query_matrix q, const __grid_constant__ struct attention_maps maps)
 {
 #if HAS_WGMMA
     typedef struct layout<D, KEYS, SLOTS, 1> Layout;
     extern __shared__ __align__(1024) unsigned char shared[];
-    if (!split_roles<D, KEYS, SLOTS, 232, Layout>(op, q, maps, false, shared))
+    if (!split_roles<D, KEYS, SLOTS, Layout>(op, q, maps, false, shared))
         return;
     const struct row_spans<ROWS> *spans = (const struct row_spans<ROWS> *)(shared + Layout::SPANS);
     uint32_t base = shared_address(shared);
@@ -311,12 +314,10 @@ static __global__ void HOPPER_BOUNDS forward_kernel(
         struct running<1> r;
         running_init<1>(&r);
         clear<1, D / 8>(out);
-        struct left_rows<D, HELD> query;
+        uint32_t query = base + items.slot * Layout::ITEM + group * 64 * ROW_BYTES;
         ring_wait_full(items);
-        left_rows_load<D, ROWS, HELD>(&query,
-                                      base + items.slot * Layout::ITEM + group * 64 * ROW_BYTES);
-        forward_consume<D, KEYS, SLOTS, HELD>(op, spans[items.slot], own_step(op, item), query,
-                                              base + Layout::SLOT, &ring, top, &r, out);
+        forward_consume<D, KEYS, SLOTS>(op, spans[items.slot], own_step(op, item), query,
+                                        base + Layout::SLOT, &ring, top, &r, out);
         group_sync(group + 1); // out lies where all of them read queries
         running_end<1>(op, item.rows, item.kv_head, item.first + top, r, inverse);
         store_fragments<D, ROWS, 1>(op, item.rows, item.kv_head, item.first, top, out, inverse,
@@ -327,14 +328,14 @@ static __global__ void HOPPER_BOUNDS forward_kernel(
 #endif
 }
 
-template <int D, int KEYS, int SLOTS, bool HELD>
+template <int D, int KEYS, int SLOTS>
 static __global__ void HOPPER_BOUNDS dq_kernel(struct attention op, struct query_matrix q,
                                                const __grid_constant__ struct attention_maps maps)
 {
 #if HAS_WGMMA
     typedef struct layout<D, KEYS, SLOTS, 2> Layout;
     extern __shared__ __align__(1024) unsigned char shared[];
-    if (!split_roles<D, KEYS, SLOTS, 240, Layout>(op, q, maps, true, shared))
+    if (!split_roles<D, KEYS, SLOTS, Layout>(op, q, maps, true, shared))
         return;
     const struct row_spans<ROWS> *spans = (const struct row_spans<ROWS> *)(shared + Layout::SPANS);
     uint32_t base = shared_address(shared);
@@ -347,13 +348,11 @@ static __global__ void HOPPER_BOUNDS dq_kernel(struct attention op, struct query
         struct row_statistics<1> statistics =
             statistics_of<1>(op, item.rows, item.kv_head, item.first + top);
         clear<1, D / 8>(dq);
-        struct left_rows<D, HELD> query, dout;
-        uint32_t rows = base + items.slot * Layout::ITEM + group * 64 * ROW_BYTES;
+        uint32_t query = base + items.slot * Layout::ITEM + group * 64 * ROW_BYTES;
         ring_wait_full(items);
-        left_rows_load<D, ROWS, HELD>(&query, rows);
-        left_rows_load<D, ROWS, HELD>(&dout, rows + Layout::QUERY);
-        dq_consume<D, KEYS, SLOTS, HELD>(op, spans[items.slot], own_step(op, item), query, dout,
-                                         base + Layout::SLOT, &ring, top, statistics, dq);
+        dq_consume<D, KEYS, SLOTS>(op, spans[items.slot], own_step(op, item), query,
+                                   query + Layout::QUERY, base + Layout::SLOT, &ring, top,
+                                   statistics, dq);
         group_sync(group + 1); // dq lies where all of them read queries
         store_fragments<D, ROWS, 1>(op, item.rows, item.kv_head, item.first, top, dq, scale,
                                     (bf16_t *)op.dq, shared + items.slot * Layout::ITEM);
@@ -384,7 +383,7 @@ bool attention_fits_hopper(struct stream *stream, const struct attention *op)
     if (stream->generic || (op->head_dim != 64 && op->head_dim != 128) || group > 64)
         return false;
     cudaFuncAttributes built;
-    cuda_check(cudaFuncGetAttributes(&built, forward_kernel<128, 64, 8, true>));
+    cuda_check(cudaFuncGetAttributes(&built, forward_kernel<128, 128, 4>));
     return built.maxThreadsPerBlock >= HOPPER_THREADS;
 }
 
@@ -392,17 +391,16 @@ bool attention_fits_hopper(struct stream *stream, const struct attention *op)
 void attention_forward_hopper(struct stream *stream, const struct attention *op)
 {
     if (op->head_dim == 64)
-        launch(stream, op, forward_kernel<64, 128, 4, false>, 128, layout<64, 128, 4, 1>::BYTES);
+        launch(stream, op, forward_kernel<64, 128, 4>, 128, layout<64, 128, 4, 1>::BYTES);
     else
-        launch(stream, op, forward_kernel<128, 64, 8, true>, 64, layout<128, 64, 8, 1>::BYTES);
+        launch(stream, op, forward_kernel<128, 128, 4>, 128, layout<128, 128, 4, 1>::BYTES);
 }
 
-// Shared memory: 196 KiB at D 128, 116 KiB at D 64. At D 64 queries and dout are not held: nvcc 13.0 gives
-// the factors of dout registers that those of dscore take, too.
+// Shared memory: 196 KiB at D 128, 100 KiB at D 64.
 void attention_dq_hopper(struct stream *stream, const struct attention *op)
 {
     if (op->head_dim == 64)
-        launch(stream, op, dq_kernel<64, 64, 6, false>, 64, layout<64, 64, 6, 2>::BYTES);
+        launch(stream, op, dq_kernel<64, 64, 4>, 64, layout<64, 64, 4, 2>::BYTES);
     else
-        launch(stream, op, dq_kernel<128, 64, 4, true>, 64, layout<128, 64, 4, 2>::BYTES);
+        launch(stream, op, dq_kernel<128, 64, 4>, 64, layout<128, 64, 4, 2>::BYTES);
 }

@@ -65,8 +65,7 @@ static __device__ __forceinline__ void scores_128(float *d, uint64_t a, uint64_t
                  : "l"(a), "l"(b), "r"(add));
 }
 
-// The same with A [64, 16] as fragments. ACROSS: B lies as [16, N].
-template <int ACROSS>
+// d [64, N] = (add ? d : 0) + A B: A [64, 16] as fragments, B [16, N] in shared memory.
 static __device__ __forceinline__ void sums_64(float *d, const uint32_t *a, uint64_t b, int add)
 {
     asm volatile("{\n.reg .pred p;\n"
@@ -74,17 +73,16 @@ static __device__ __forceinline__ void sums_64(float *d, const uint32_t *a, uint
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
                  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-                 "{%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}\n"
+                 "{%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}\n"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
                    "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
                    "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
                    "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
                    "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
                    "+f"(d[30]), "+f"(d[31])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(ACROSS));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
-template <int ACROSS>
 static __device__ __forceinline__ void sums_128(float *d, const uint32_t *a, uint64_t b, int add)
 {
     asm volatile("{\n.reg .pred p;\n"
@@ -94,7 +92,7 @@ static __device__ __forceinline__ void sums_128(float *d, const uint32_t *a, uin
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
                  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
                  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-                 "{%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}\n"
+                 "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
                    "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
                    "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
@@ -106,7 +104,7 @@ static __device__ __forceinline__ void sums_128(float *d, const uint32_t *a, uin
                    "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]),
                    "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
                    "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(ACROSS));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
 // Before the first product that reads registers written otherwise; after some; until at most `left` of
@@ -170,57 +168,6 @@ static __device__ __forceinline__ void scores_start(float (*d)[4], uint32_t a, u
     }
 }
 
-// The same with rows of A as fragments.
-template <int D, int N, int B_ROWS>
-static __device__ __forceinline__ void scores_start(float (*d)[4], const uint32_t (*a)[4],
-                                                    uint32_t b)
-{
-#pragma unroll
-    for (int k = 0; k < D / 16; k++) {
-        uint64_t right = factor_at(b + k / 4 * B_ROWS * ROW_BYTES + k % 4 * 32, 16);
-        if (N == 64)
-            sums_64<0>(d[0], a[k], right, k > 0);
-        else
-            sums_128<0>(d[0], a[k], right, k > 0);
-    }
-}
-
-// Fragments of the warp's 16 rows, which begin at the address.
-template <int D, int ROWS>
-static __device__ __forceinline__ void load_factors(uint32_t (*a)[4], uint32_t rows)
-{
-    struct lane_offsets across = lane_across();
-#pragma unroll
-    for (int k = 0; k < D / 16; k++)
-        load_fragment(a[k], lane_address<ROWS>(rows, across, k));
-}
-
-// 64 rows of a warpgroup as the left factor of scores: read from shared memory each time, or HELD in
-// registers, which spares half of the reads where tiles of keys are short.
-template <int D, bool HELD> struct left_rows {
-    uint32_t address;
-    uint32_t fragments[HELD ? D / 16 : 1][4];
-};
-
-template <int D, int ROWS, bool HELD>
-static __device__ __forceinline__ void left_rows_load(struct left_rows<D, HELD> *left,
-                                                      uint32_t address)
-{
-    left->address = address;
-    if (HELD)
-        load_factors<D, ROWS>(left->fragments, address + threadIdx.x / WARP % 4 * 16 * ROW_BYTES);
-}
-
-template <int D, int N, int A_ROWS, int B_ROWS, bool HELD>
-static __device__ __forceinline__ void
-scores_start(float (*d)[4], const struct left_rows<D, HELD> &left, uint32_t b)
-{
-    if (HELD)
-        scores_start<D, N, B_ROWS>(d, left.fragments, b);
-    else
-        scores_start<D, N, A_ROWS, B_ROWS>(d, left.address, b);
-}
-
 // Starts d [64, N] += A B over K rows of b, a tile of B_ROWS.
 template <int K, int N, int B_ROWS>
 static __device__ __forceinline__ void sums_start(float (*d)[4], const uint32_t (*a)[4], uint32_t b)
@@ -229,9 +176,9 @@ static __device__ __forceinline__ void sums_start(float (*d)[4], const uint32_t 
     for (int k = 0; k < K / 16; k++) {
         uint64_t right = factor_at(b + k * 16 * ROW_BYTES, B_ROWS * ROW_BYTES);
         if (N == 64)
-            sums_64<1>(d[0], a[k], right, 1);
+            sums_64(d[0], a[k], right, 1);
         else
-            sums_128<1>(d[0], a[k], right, 1);
+            sums_128(d[0], a[k], right, 1);
     }
 }
 
