@@ -2,8 +2,8 @@
 # Runs compute-sanitizer on the small kernel cases and on whole steps; a line for each run that finds
 # something, with the beginning of what it says, then a count.
 #   tests/cuda_sanitizer.sh BUILD [LOGS]      LOGS: folder of the outputs, BUILD/sanitizer by default
-# memcheck, racecheck and initcheck, each op by itself on both kernel paths (the generic one where it is
-# another), a whole tiny step through the program (benchmarks/gpu_check.py: needs python3 with numpy, h5py,
+# memcheck, racecheck and initcheck, the long ops by themselves, on both kernel paths where there are two,
+# the others together; a whole tiny step through the program (benchmarks/gpu_check.py: needs python3 with numpy, h5py,
 # safetensors). LIMIT: seconds for one run, 100 by default. JOBS: runs at a time, 14 by default. A run that is
 # out of time is a failure, too. Exit status 1 when there was any, 77 (SKIPPED) without compute-sanitizer.
 set -u
@@ -35,17 +35,18 @@ later() {
 
 export REQUIRE_CUDA=1
 later step python3 "$root/benchmarks/gpu_check.py" --dtrain "$build/dtrain" sanitizer
-for op in attention_backward attention_forward softmax_loss $ops; do # the longest first
+others=$(echo "$ops" | grep -v -E '^(attention|softmax)' | sed 's|$|/|' | paste -sd ,)
+run() { # path, name, parts of names
+    local tool
     for tool in racecheck initcheck memcheck; do
-        for path in cuda cuda-generic; do
-            [ -e "$logs/$tool-$path-$op" ] && continue
-            [ $path = cuda-generic ] && [[ $op != attention* && $op != softmax* ]] && continue
-            touch "$logs/$tool-$path-$op" # begun
-            later "$tool-$path-$op" compute-sanitizer --tool $tool --error-exitcode 9 \
-                "$build/tests/test_kernels" $path "$op/" $values
-        done
+        later "$tool-$1-$2" compute-sanitizer --tool $tool --error-exitcode 9 "$build/tests/test_kernels" "$1" "$3" $values
     done
+}
+for op in attention_backward attention_forward softmax_loss; do # the longest first
+    run cuda $op $op/
+    run cuda-generic $op $op/
 done
+run cuda others "$others"
 wait
 failed=$(find "$logs" -name '*.failed' | wc -l)
 echo "$(find "$logs" -name '*.log' | wc -l) runs under the sanitizer, $failed with an error"

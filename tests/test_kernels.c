@@ -1,6 +1,6 @@
 // Every row of the table of kernel cases on one backend, named on the command line: cpu, cuda, or
-// cuda-generic (without the paths that only some GPUs have). A second argument is a part of names:
-// only those cases run. A third is the most values that a case's tensors may have: larger cases are
+// cuda-generic (without the paths that only some GPUs have). A second argument is a part of names, or
+// several with commas between: only those cases run. A third is the most values that a case's tensors may have: larger cases are
 // left out, and none runs more than once (what a sanitizer has the time for).
 #include <setjmp.h>
 #include <stdarg.h>
@@ -173,6 +173,21 @@ static void names_and_seeds_differ(void **state)
         }
 }
 
+// Whether the name has one of the parts, which commas separate.
+static bool is_named(const char *name, const char *parts)
+{
+    for (const char *part = parts; part != NULL;) {
+        const char *comma = strchr(part, ',');
+        char *one = comma != NULL ? strndup(part, (size_t)(comma - part)) : strdup(part);
+        bool found = strstr(name, one) != NULL;
+        free(one);
+        if (found)
+            return true;
+        part = comma != NULL ? comma + 1 : NULL;
+    }
+    return parts == NULL;
+}
+
 static bool is_small(const struct kernel_case *c, int64_t most)
 {
     struct kernel_run run;
@@ -184,8 +199,8 @@ static bool is_small(const struct kernel_case *c, int64_t most)
     return values <= most;
 }
 
-// Fills both arrays; part: of names, NULL: any; most: values, 0: any. Returns how many.
-static size_t add_cases(const struct test_backend *on, const char *part, int64_t most,
+// Fills both arrays; parts: of names, NULL: any; most: values, 0: any. Returns how many.
+static size_t add_cases(const struct test_backend *on, const char *parts, int64_t most,
                         struct test_case *cases, struct CMUnitTest *tests)
 {
     size_t count = 0;
@@ -193,7 +208,7 @@ static size_t add_cases(const struct test_backend *on, const char *part, int64_t
         struct test_case *test = &cases[count];
         *test = (struct test_case){.on = on, .c = &kernel_cases[i]};
         kernel_case_name(test->c, test->name);
-        if ((test->c->flags & CASE_BENCH) || (part != NULL && strstr(test->name, part) == NULL) ||
+        if ((test->c->flags & CASE_BENCH) || !is_named(test->name, parts) ||
             (most > 0 && !is_small(test->c, most)))
             continue;
         tests[count++] = (struct CMUnitTest){test->name, runs_as_expected, NULL, NULL, test};
