@@ -39,7 +39,7 @@ import cpu_step
 BF16_LIMIT, FEW_LIMIT = 1.25, 2.0  # of a gradient's error under autocast
 LIMIT = 1e-4  # of a tensor's largest value, fp32 against the CPU
 STEPS = 50
-KILLS = 4
+KILLS = 3
 MIXTURES = {
     "kl": "{kl: 1.0, slot_decay_gamma: 4.0}",
     "all terms": "{kl: 0.5, reverse_kl: 0.2, js: 0.3, ce_teacher: 0.1, ce_data: 0.2, tv: 0.4, "
@@ -278,24 +278,34 @@ def wait_and_kill(process, run, step, limit):
     return False
 
 
+def kill_at_random(check, name, draw, **given):
+    """Trains under `name`, killed several times; returns after which steps."""
+    config = write_config(check.folder, name, every=5, **given)
+    metrics, killed = check.folder / name / "metrics.jsonl", []
+    for _ in range(KILLS):
+        done = check.steps(name)[-1]["step"] if metrics.exists() else 0
+        target = done + draw.randint(1, STEPS // KILLS)
+        with open(check.folder / f"{name}.log", "a") as log:
+            process = subprocess.Popen([check.dtrain, "--config", config], stdout=log, stderr=log)
+            if wait_and_kill(process, metrics.parent, target, 60):
+                killed.append(target)
+    check.must([check.dtrain, "--config", config], f"resuming {name} after kills")
+    return killed
+
+
 def check_kill(check):
     if not (check.folder / "first").exists():
         check.train("first")
-    config = write_config(check.folder, "killed", every=5)
-    run = check.take_execution("killed", "first")
-    draw, killed = random.Random(7), []
-    for _ in range(KILLS):
-        done = check.steps("killed")[-1]["step"] if (run / "metrics.jsonl").exists() else 0
-        target = done + draw.randint(1, STEPS // KILLS)
-        with open(check.folder / "killed.log", "a") as log:
-            process = subprocess.Popen([check.dtrain, "--config", config], stdout=log, stderr=log)
-            if wait_and_kill(process, run, target, 60):
-                killed.append(target)
-    check.must([check.dtrain, "--config", config], "resuming after kills")
-    if len(killed) < 2:
-        raise Failed(f"only {len(killed)} kills met a running program")
-    check.must_equal("first", "killed")
-    return f"killed {len(killed)} times, after steps {killed}: bits equal"
+    draw, found = random.Random(7), []
+    for level in ("cheap", "layer"):
+        name = f"killed-{level}"
+        check.take_execution(name, "first", recompute=level)
+        killed = kill_at_random(check, name, draw, memory=f"{{recompute: {level}}}")
+        if len(killed) < 2:
+            raise Failed(f"{name}: only {len(killed)} kills met a running program")
+        check.must_equal("first", name)
+        found.append(f"recompute {level}, killed after steps {killed}")
+    return "; ".join(found) + ": bits equal"
 
 
 def check_generic(check):
