@@ -9,7 +9,7 @@
 #include "trainer/plan_fit.h"
 #include "trainer/plan_print.h"
 
-// What a run may take in all. On a GPU the context that the plan counts is there already.
+// What a run may take in all. On a GPU most of the context that the plan counts is there already.
 static size_t free_memory(const struct session *session)
 {
     size_t left = 0, total = 0, used;
@@ -17,7 +17,7 @@ static size_t free_memory(const struct session *session)
     session->backend->memory(&left, &total);
     used = total - left;
     if (strcmp(session->backend->name, "cpu") != 0)
-        left += used < CUDA_CONTEXT_BYTES ? used : CUDA_CONTEXT_BYTES;
+        left += used < CUDA_CONTEXT_BEGUN_BYTES ? used : CUDA_CONTEXT_BEGUN_BYTES;
     if (session->config->memory.limit != NULL &&
         byte_size_parse(session->config->memory.limit, &limit) == 0 && limit < left)
         left = (size_t)limit;
