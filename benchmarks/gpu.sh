@@ -9,8 +9,8 @@
 #   kernels, gemm, attention, loss, data   times of the parts (CASES: part of the names of the loss's)
 #   steps      whole steps at real sizes (STEPS: settings of step.py, "all" by default)
 #   peer       the same steps in the published speculators package, and ours beside them (PEER: a folder of wheels
-#              that collect_peer.py has filled, .peer by default); it is compiled beside the build and the checks
-#   peer-compile   only that
+#              that collect_peer.py has filled, .peer by default)
+#   peer-compile   begins to compile it beside the checks
 # What was compiled for the peer is left as peer-cache.tgz in OUT, and taken from PEER/peer-cache.tgz when that is there.
 # Checks run side by side; what is timed runs alone. Variables:
 # BUILD: build folder, /tmp/dtrain-gpu by default. ARCH: architecture to build for, 90a by default.
@@ -48,8 +48,8 @@ finish() {
     # Checks that passed are counted; what failed and what was timed has its own line.
     grep ' ok ' "$table" | awk '{print $1}' | sort | uniq -c | awk '{printf "%s %s ok; ", $1, $2} END {print ""}'
     grep -v ' ok ' "$table" | sort
-    for name in prepare kernels gemm attention loss data steps peer; do
-        [ -s "$logs/$name.log" ] && { echo "-- $name"; tail -n 40 "$logs/$name.log" | cut -c1-200; }
+    for name in inputs peer-compile-512 peer-compile-1024 kernels gemm attention loss data steps peer; do
+        [ -s "$logs/$name.log" ] && { echo "-- $name"; tail -n 25 "$logs/$name.log" | cut -c1-200; }
     done
 }
 trap finish EXIT
@@ -116,22 +116,30 @@ sanitizer() {
 export REQUIRE_CUDA=1 OMP_WAIT_POLICY=passive PYTHONUNBUFFERED=1
 [ -n "${DEBS:-}" ] && unpack "$DEBS"
 PEER=${PEER:-.peer}
-ANCHORS=${ANCHORS:-512,1024,2048,3072}
+ANCHORS=${ANCHORS:-512,1024,3072,2048}
 site=$BUILD/peer-site
-prepare() {
-    python3 benchmarks/step.py --prepare --settings "${STEPS:-v4-512}" --folder $INPUTS --dtrain -
-    : >"$logs/prepared"
-    wanted peer || wanted peer-compile || return
+write_inputs() {
+    python3 benchmarks/step.py --prepare --settings "v4-512,${STEPS:-all}" --folder $INPUTS --dtrain -
     mkdir -p "$site"
     [ -f "$PEER/peer-cache.tgz" ] && tar xzf "$PEER/peer-cache.tgz" -C /tmp
     for wheel in "$PEER"/*.whl; do [ -f "$wheel" ] && python3 -m zipfile -e "$wheel" "$site"; done
-    # Without 3072, which takes all memory before it fails: the checks need some.
-    PYTHONPATH=$site exec python3 benchmarks/against_speculators.py --folder $INPUTS --anchors "${ANCHORS/,3072/}" \
-        --steps 1 --stacks 20
+}
+# Compiling: one process for each number of anchors, of which two fit into the memory together; larger ones would
+# leave none for the checks. What they compile is kept.
+prepare() {
+    trap 'kill $(jobs -rp); exit' TERM
+    write_inputs >"$logs/inputs.log" 2>&1
+    : >"$logs/prepared"
+    wanted peer-compile || return
+    for anchors in 512 1024; do
+        TORCHINDUCTOR_COMPILE_THREADS=6 PYTHONPATH=$site python3 benchmarks/against_speculators.py --folder $INPUTS \
+            --anchors $anchors --steps 1 --stacks 20 >"$logs/peer-compile-$anchors.log" 2>&1 &
+    done
+    wait
 }
 prepare_id=
 if wanted steps || wanted peer || wanted peer-compile; then # beside the build and the checks
-    prepare >"$logs/prepare.log" 2>&1 &
+    prepare &
     prepare_id=$!
 fi
 if wanted build || [ ! -x "$BUILD/dtrain" ]; then build; fi
@@ -139,9 +147,10 @@ export OMP_NUM_THREADS=2
 wanted tests && tests
 wanted sanitizer && sanitizer
 for id in $(jobs -rp); do [ "$id" = "$prepare_id" ] || wait "$id"; done
-# What is compiled by then is kept; nothing waits for the rest.
-while [ -n "$prepare_id" ] && [ ! -e "$logs/prepared" ] && kill -0 "$prepare_id" 2>/dev/null; do sleep 0.2; done
-[ -n "$prepare_id" ] && kill "$prepare_id" 2>/dev/null
+if [ -n "$prepare_id" ]; then # inputs are waited for, compilation is not
+    while [ ! -e "$logs/prepared" ] && kill -0 "$prepare_id" 2>/dev/null; do sleep 0.2; done
+    kill "$prepare_id" 2>/dev/null
+fi
 wait
 unset OMP_NUM_THREADS
 [ -s "$logs/check.log" ] && cut -c1-200 "$logs/check.log"

@@ -25,8 +25,7 @@ import made_up
 import step_floor
 
 TOKENS = 8192
-ALL = ("v4-512 v4-1024 v4-2048 v4-3072 v4-8192 v4-1024-low v4-8192-low v4-1024-mix v4-2048-wild "
-       "qwen3-8b-1024").split()
+ALL = ("v4-512 v4-1024 v4-2048 v4-3072 v4-8192 v4-1024-low v4-2048-wild qwen3-8b-1024 v4-1024-mix").split()
 WILD_STEPS = 19  # every row three times
 PARTS = ("wait", "forward", "loss", "backward", "optimizer")
 
@@ -85,14 +84,10 @@ def prepare(folder, model_name, marks, tokens):
     """Writes target and shard unless they are there; returns their paths."""
     model, target = made_up.MODELS[model_name], folder / model_name
     if not (target / "head.safetensors").exists():
-        for other in made_up.MODELS:  # one target at a time: they are large
-            shutil.rmtree(folder / other, ignore_errors=True)
         made_up.write_target(target, model)
     kind, documents = documents_for(marks, tokens)
     shard = target / f"{kind}.h5"
     if not shard.exists():
-        for other in target.glob("*.h5"):
-            other.unlink()
         made_up.write_shard(shard, model, documents)
     return target, shard
 
@@ -124,9 +119,13 @@ def read_steps(run):
     return [line for line in map(json.loads, lines) if "loss" in line]
 
 
-def run_steps(command, run, count, limit):
-    """Starts the program, kills it after `count` steps; its steps, start-up seconds and memory."""
+def run_steps(command, run, count, limit, execution=None):
+    """Starts the program, kills it after `count` steps; its steps, start-up seconds and memory. `execution`: a file
+    that holds the execution.json of an earlier run, so that products are not timed again, or is made from this one."""
     shutil.rmtree(run, ignore_errors=True)
+    if execution is not None and execution.exists():
+        run.mkdir()
+        shutil.copy(execution, run / "execution.json")
     memory, begin, startup, settled = DeviceMemory(), time.monotonic(), None, 0
     with open(run.with_suffix(".log"), "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -148,6 +147,8 @@ def run_steps(command, run, count, limit):
     memory.close()
     with open(run.with_suffix(".log"), "a") as log:
         log.write(ending + "\n")
+    if execution is not None and steps:
+        shutil.copy(run / "execution.json", execution)
     return steps, startup, {"peak_gib": memory.peak / 2**30, "growth_gib": (last - settled) / 2**30}
 
 
@@ -219,18 +220,18 @@ def main():
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--folder", default="/dev/shm/dtrain-step", help="for the inputs; some 8 GB")
+    parser.add_argument("--folder", default="/dev/shm/dtrain-step", help="for the inputs; some 14 GB for all")
     parser.add_argument("--limit", type=float, default=90, help="seconds a setting may take")
     parser.add_argument("--set", action="append", default=[], help="passed to dtrain")
-    parser.add_argument("--prepare", action="store_true", help="only write the first setting's inputs")
+    parser.add_argument("--prepare", action="store_true", help="only write the inputs")
     parser.add_argument("--json", help="file for all results")
     arguments = parser.parse_args()
     names = ALL if arguments.settings == "all" else arguments.settings.split(",")
     dtrain, folder, results = os.path.abspath(arguments.dtrain), pathlib.Path(arguments.folder), []
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.prepare:
-        model, _, marks = parse_setting(names[0])
-        prepare(folder, model, marks, arguments.tokens)
+        for model, _, marks in map(parse_setting, names):
+            prepare(folder, model, marks, arguments.tokens)
         return 0
     failed = 0
     for name in names:
@@ -242,8 +243,10 @@ def main():
         for words in arguments.set:
             command += ["--set", words]
         # Long steps need fewer of them, and time on a GPU machine is short.
-        count = WILD_STEPS if "wild" in marks else min(arguments.steps, max(5, 12288 // anchors))
-        steps, startup, memory = run_steps(command, run, count, arguments.limit)
+        count = WILD_STEPS if "wild" in marks else min(arguments.steps, max(4, 12288 // anchors))
+        cut = sorted(set(marks) & {"low", "bf16", "generic"})
+        execution = folder / f"execution-{'-'.join([model] + cut)}.json"
+        steps, startup, memory = run_steps(command, run, count, arguments.limit, execution)
         if not steps:
             print(f"{name:20s} FAILED: {last_lines(run)}", flush=True)
             failed += 1
