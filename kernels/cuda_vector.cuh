@@ -7,16 +7,26 @@
 
 enum { PACK_BYTES = 16 };
 
-// N elements as they lie in memory; N * sizeof(Type) is a multiple of 16, or N is 1.
+// N elements as they lie in memory: 8 bytes, a multiple of 16 bytes, or one element. A warp's accesses
+// are best whole 32-byte sectors: more than one access a pack leaves gaps, which caches must fill.
 template <typename Type, int N> struct pack {
     uint32_t word[(N * sizeof(Type) + 3) / 4];
 };
 
+// Elements of a pack that is one access of at most 16 bytes for both types.
+template <typename A, typename B> struct pack_of {
+    enum { N = PACK_BYTES / (sizeof(A) > sizeof(B) ? sizeof(A) : sizeof(B)) };
+};
+
 template <int N, typename Type>
 static __device__ __forceinline__ struct pack<Type, N> pack_load(const Type *from) {
-    static_assert(N == 1 || N * sizeof(Type) % PACK_BYTES == 0, "whole accesses");
+    static_assert(N == 1 || N * sizeof(Type) == 8 || N * sizeof(Type) % 16 == 0, "whole accesses");
     struct pack<Type, N> p;
-    if constexpr (N > 1) {
+    if constexpr (N > 1 && N * sizeof(Type) == 8) {
+        uint2 two = *(const uint2 *)from;
+        p.word[0] = two.x;
+        p.word[1] = two.y;
+    } else if constexpr (N > 1) {
 #pragma unroll
         for (int i = 0; i < (int)(N * sizeof(Type) / PACK_BYTES); i++) {
             uint4 four = ((const uint4 *)from)[i];
@@ -33,28 +43,31 @@ static __device__ __forceinline__ struct pack<Type, N> pack_load(const Type *fro
     return p;
 }
 
-// The same for what is read once: it does not take the place of other data in the first-level cache.
+// The same for what is read once: it does not take the place of other data in the first-level cache,
+// unless that has to hold the sectors from one access of a pack to the next.
 template <int N, typename Type>
 static __device__ __forceinline__ struct pack<Type, N> pack_load_once(const Type *from) {
-    if constexpr (N == 1) {
-        return pack_load<N>(from);
-    } else {
+    if constexpr (N > 1 && N * sizeof(Type) == 16) {
         struct pack<Type, N> p;
-#pragma unroll
-        for (int i = 0; i < (int)(N * sizeof(Type) / PACK_BYTES); i++)
-            asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(p.word[4 * i]), "=r"(p.word[4 * i + 1]), "=r"(p.word[4 * i + 2]),
-                           "=r"(p.word[4 * i + 3])
-                         : "l"((const uint4 *)from + i)
-                         : "memory");
+        asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(p.word[0]), "=r"(p.word[1]), "=r"(p.word[2]), "=r"(p.word[3])
+                     : "l"(from)
+                     : "memory");
         return p;
+    } else {
+        return pack_load<N>(from);
     }
 }
 
 template <int N, typename Type>
 static __device__ __forceinline__ void pack_store(Type *to, const struct pack<Type, N> &p)
 {
-    if constexpr (N > 1) {
+    if constexpr (N > 1 && N * sizeof(Type) == 8) {
+        asm volatile("st.global.v2.u32 [%0], {%1, %2};"
+                     :
+                     : "l"(to), "r"(p.word[0]), "r"(p.word[1])
+                     : "memory");
+    } else if constexpr (N > 1) {
 #pragma unroll
         for (int i = 0; i < (int)(N * sizeof(Type) / PACK_BYTES); i++)
             // As an assignment it may be taken apart into four.

@@ -7,8 +7,9 @@
 
 enum {
     THREADS = 256,
-    PACK = 8,    // elements of a thread: 32 bytes of each fp32 array, 16 of a bf16 copy
-    TOGETHER = 4 // packs of a thread that are on their way, in sums and conversions
+    PACK = 4,           // elements: 16 bytes of fp32, 8 of a bf16 copy
+    TOGETHER = 4,       // packs of a thread that are on their way, in sums and conversions
+    ADAMW_TOGETHER = 2, // and in updates, of each of four arrays
 };
 
 struct adamw_factors {
@@ -32,20 +33,33 @@ static struct adamw_factors adamw_factors_make(const struct adamw *op)
     return f;
 }
 
-// Elements [first, first + N) of all arrays.
+// Elements of all arrays that a thread takes at a time.
+template <int N> struct adamw_packs {
+    struct pack<float, N> grad, m, v, param;
+};
+
+template <int N>
+static __device__ __forceinline__ void adamw_load(struct adamw_packs<N> &p, const struct adamw &op,
+                                                  int64_t first)
+{
+    p.grad = pack_load<N>(op.grad + first);
+    p.m = pack_load<N>(op.m + first);
+    p.v = pack_load<N>(op.v + first);
+    p.param = pack_load<N>(op.param + first);
+}
+
 template <int N, typename Copy>
 static __device__ __forceinline__ void
-adamw_elements(const struct adamw &op, const struct adamw_factors &f, Copy *copy, int64_t first)
+adamw_store(const struct adamw_packs<N> &p, const struct adamw &op, const struct adamw_factors &f,
+            Copy *copy, int64_t first)
 {
-    struct pack<float, N> grad = pack_load<N>(op.grad + first), m = pack_load<N>(op.m + first);
-    struct pack<float, N> v = pack_load<N>(op.v + first), p = pack_load<N>(op.param + first);
     float mean[N], square[N], param[N];
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        float g = f.grad * pack_value(grad, i);
-        mean[i] = f.beta1 * pack_value(m, i) + f.one_beta1 * g;
-        square[i] = f.beta2 * pack_value(v, i) + f.one_beta2 * g * g;
-        param[i] = pack_value(p, i) * f.keep -
+        float g = f.grad * pack_value(p.grad, i);
+        mean[i] = f.beta1 * pack_value(p.m, i) + f.one_beta1 * g;
+        square[i] = f.beta2 * pack_value(p.v, i) + f.one_beta2 * g * g;
+        param[i] = pack_value(p.param, i) * f.keep -
                    f.step * mean[i] / (sqrtf(square[i] / f.correction2) + f.eps);
     }
     store_values<N>(op.m + first, mean);
@@ -55,38 +69,46 @@ adamw_elements(const struct adamw &op, const struct adamw_factors &f, Copy *copy
         store_values<N>(copy + first, param);
 }
 
-// Threads past the last whole pack take one element each, when packs are N elements.
+// A CTA takes ADAMW_TOGETHER packs of N elements for each thread; the first threads of the first one also
+// take the elements after the last whole pack.
 template <int N, typename Copy>
 static __global__ void __launch_bounds__(THREADS)
     adamw_kernel(struct adamw op, struct adamw_factors f, Copy *copy)
 {
-    int64_t thread = (int64_t)blockIdx.x * THREADS + threadIdx.x, packs = op.count / N;
-    if (thread < packs)
-        adamw_elements<N>(op, f, copy, thread * N);
-    else if (packs * N + (thread - packs) < op.count)
-        adamw_elements<1>(op, f, copy, packs * N + (thread - packs));
-}
-
-// CTAs for `count` elements when a thread takes n, and what is left over one each.
-static unsigned pack_grid(int64_t count, int n)
-{
-    return grid_size(divide_up(count / n + count % n, THREADS));
+    int64_t first = ((int64_t)blockIdx.x * (ADAMW_TOGETHER * THREADS) + threadIdx.x) * N;
+    int64_t left = op.count - op.count % N + threadIdx.x;
+    struct adamw_packs<N> p[ADAMW_TOGETHER];
+#pragma unroll
+    for (int t = 0; t < ADAMW_TOGETHER; t++)
+        if (first + t * (THREADS * N) + N <= op.count)
+            adamw_load(p[t], op, first + t * (THREADS * N));
+#pragma unroll
+    for (int t = 0; t < ADAMW_TOGETHER; t++)
+        if (first + t * (THREADS * N) + N <= op.count)
+            adamw_store(p[t], op, f, copy, first + t * (THREADS * N));
+    if (blockIdx.x == 0 && left < op.count) {
+        struct adamw_packs<1> one;
+        adamw_load(one, op, left);
+        adamw_store(one, op, f, copy, left);
+    }
 }
 
 template <typename Copy> static void adamw_launch(struct stream *stream, const struct adamw *op)
 {
     struct adamw_factors factors = adamw_factors_make(op);
     Copy *copy = (Copy *)op->copy;
-    if (packs_at(op->param) && packs_at(op->m) && packs_at(op->v) && packs_at(op->grad) &&
-        packs_at(copy))
-        adamw_kernel<PACK>
-            <<<pack_grid(op->count, PACK), THREADS, 0, stream->cuda>>>(*op, factors, copy);
+    bool packs = packs_at(op->param) && packs_at(op->m) && packs_at(op->v) && packs_at(op->grad) &&
+                 packs_at(copy);
+    int64_t elements = (int64_t)THREADS * ADAMW_TOGETHER * (packs ? PACK : 1); // of a CTA
+    unsigned grid = grid_size(divide_up(op->count, elements));
+    if (packs)
+        adamw_kernel<PACK><<<grid, THREADS, 0, stream->cuda>>>(*op, factors, copy);
     else
-        adamw_kernel<1><<<pack_grid(op->count, 1), THREADS, 0, stream->cuda>>>(*op, factors, copy);
+        adamw_kernel<1><<<grid, THREADS, 0, stream->cuda>>>(*op, factors, copy);
     launch_check();
 }
 
-// A thread a pack.
+// A thread for ADAMW_TOGETHER packs.
 void adamw_cuda(struct stream *stream, const struct adamw *op)
 {
     BUG_UNLESS(op->step > 0);
@@ -198,12 +220,13 @@ static void convert_launch(struct stream *stream, const struct convert *op)
     struct convert_rows rows = {(unsigned)op->width, (unsigned)op->to_stride};
     BUG_UNLESS(op->width == 0 || (op->count % op->width == 0 && op->count <= INT32_MAX &&
                                   op->to_stride <= INT32_MAX));
-    bool packs = packs_at(to) && packs_at(from) && packs_in(op->width, PACK) &&
-                 packs_in(op->to_stride, PACK);
-    int64_t elements = (int64_t)THREADS * TOGETHER * (packs ? PACK : 1); // of a CTA
+    enum { N = pack_of<To, From>::N };
+    bool packs =
+        packs_at(to) && packs_at(from) && packs_in(op->width, N) && packs_in(op->to_stride, N);
+    int64_t elements = (int64_t)THREADS * TOGETHER * (packs ? (int)N : 1); // of a CTA
     unsigned grid = grid_size(divide_up(op->count, elements));
     if (packs)
-        convert_kernel<PACK><<<grid, THREADS, 0, stream->cuda>>>(to, from, op->count, rows);
+        convert_kernel<N><<<grid, THREADS, 0, stream->cuda>>>(to, from, op->count, rows);
     else
         convert_kernel<1><<<grid, THREADS, 0, stream->cuda>>>(to, from, op->count, rows);
     launch_check();

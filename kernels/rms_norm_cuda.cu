@@ -14,18 +14,15 @@ enum {
     SLICES = 32                  // and slices of the parts
 };
 
-template <typename Type> struct of_type {
-    enum { N = PACK_BYTES / sizeof(Type) }; // elements of a pack
-};
-
 // How the threads of a row share its packs: thread t has packs t, t + threads, ..., at most `each`.
 struct row_plan {
     int packs, threads, each; // each 0: no packs
 };
 
-static struct row_plan row_plan_make(const struct rms_norm *op, int most_each, int most_threads)
+// n: elements of a pack.
+static struct row_plan row_plan_make(const struct rms_norm *op, int n, int most_each,
+                                     int most_threads)
 {
-    int n = PACK_BYTES / (int)dtype_size(op->type);
     bool aligned = packs_at(op->x) && packs_at(op->weight) && packs_at(op->y) && packs_at(op->dy) &&
                    packs_at(op->dx) && packs_in(op->width, n);
     struct row_plan plan = {0, 0, 0};
@@ -58,7 +55,7 @@ template <typename X, typename Type, int EACH>
 static __global__ void __launch_bounds__(MOST_THREADS)
     forward_kernel(struct rms_norm op, struct row_plan plan)
 {
-    enum { N = of_type<Type>::N };
+    enum { N = pack_of<X, Type>::N };
     __shared__ float partial[MOST_THREADS / WARP];
     const X *x = (const X *)op.x + blockIdx.x * op.width;
     Type *y = (Type *)op.y + blockIdx.x * op.width;
@@ -113,7 +110,7 @@ static __global__ void __launch_bounds__(THREADS) forward_long_kernel(struct rms
 template <typename X, typename Type>
 static void forward_launch(struct stream *stream, const struct rms_norm *op)
 {
-    struct row_plan plan = row_plan_make(op, 8, MOST_THREADS);
+    struct row_plan plan = row_plan_make(op, pack_of<X, Type>::N, 8, MOST_THREADS);
     unsigned grid = grid_size(op->rows);
     if (plan.each == 0)
         forward_long_kernel<X, Type><<<grid, THREADS, 0, stream->cuda>>>(*op);
@@ -157,64 +154,48 @@ struct backward_plan {
     double inverse_width;
 };
 
-// A thread's own copies of its packs in shared memory, which only it reads: 16 bytes of all packs of all
-// groups lie together.
-struct own_place {
-    char *shared;
-    int at, step; // 16-byte pieces: first of the thread's, and from one piece of a pack to the next
-};
-
-template <int N, typename Type>
-static __device__ __forceinline__ void own_copy(const struct own_place &own, const Type *from)
-{
-#pragma unroll
-    for (int i = 0; i < (int)(N * sizeof(Type) / PACK_BYTES); i++) {
-        unsigned to = (unsigned)__cvta_generic_to_shared(own.shared) +
-                      (unsigned)(own.at + i * own.step) * PACK_BYTES;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                     :
-                     : "r"(to), "l"((const char *)from + i * PACK_BYTES)
-                     : "memory");
-    }
-}
-
-template <int N, typename Type>
-static __device__ __forceinline__ struct pack<Type, N> own_load(const struct own_place &own) {
-    struct pack<Type, N> p;
-#pragma unroll
-    for (int i = 0; i < (int)(N * sizeof(Type) / PACK_BYTES); i++) {
-        uint4 four = ((const uint4 *)own.shared)[own.at + i * own.step];
-        p.word[4 * i] = four.x;
-        p.word[4 * i + 1] = four.y;
-        p.word[4 * i + 2] = four.z;
-        p.word[4 * i + 3] = four.w;
-    }
-    return p;
-}
-
 // What backward_kernel is made for: STAGES rows of a group are held, being worked on or on their way.
-template <typename X_, typename Type_, int EACH_, bool ADD_, int STAGES_>
-struct backward_of {
+template <typename X_, typename Type_, int EACH_, bool ADD_, int STAGES_> struct backward_of {
     typedef X_ X;
     typedef Type_ Type;
     enum {
         EACH = EACH_,
         ADD = ADD_,
         STAGES = STAGES_,
-        N = of_type<Type>::N,
-        X_PIECES = N * sizeof(X) / PACK_BYTES,
-        PIECES = X_PIECES + 1 + (ADD ? 1 : 0) // of 16 bytes, of x, dy and dx
+        N = pack_of<X, Type>::N,
+        X_BYTES = N * sizeof(X), // of a pack
+        BYTES = N * sizeof(Type),
+        STAGE_BYTES = EACH * (X_BYTES + BYTES + (ADD ? BYTES : 0)) // of a thread
     };
 };
 
-// Piece `first` of pack e of a thread in a stage.
+enum array { ARRAY_X, ARRAY_DY, ARRAY_DX };
+
+// Where a thread's pack e of an array is in a stage: only the thread itself writes and reads there.
 template <typename B>
-static __device__ __forceinline__ struct own_place own_at(char *shared, int stage, int e, int first)
+static __device__ __forceinline__ char *own_place(char *shared, int stage, int e, enum array array)
 {
-    int step = (int)blockDim.x * B::EACH;
-    struct own_place own = {
-        shared, (stage * B::PIECES + first) * step + e * (int)blockDim.x + (int)threadIdx.x, step};
-    return own;
+    int threads = (int)blockDim.x, at = e * threads + (int)threadIdx.x;
+    char *place = shared + stage * (B::STAGE_BYTES * threads);
+    if (array == ARRAY_X)
+        return place + at * B::X_BYTES;
+    place += B::EACH * B::X_BYTES * threads;
+    return place + (array == ARRAY_DX ? B::EACH * B::BYTES * threads : 0) + at * B::BYTES;
+}
+
+// Sends BYTES, 8 or 16, on their way to shared memory.
+template <int BYTES> static __device__ __forceinline__ void own_copy(char *place, const void *from)
+{
+    unsigned to = (unsigned)__cvta_generic_to_shared(place);
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
+
+template <int N, typename Type>
+static __device__ __forceinline__ struct pack<Type, N> own_load(const char *place) {
+    return pack_load<N>((const Type *)place);
 }
 
 // Sends the packs of a row on their way; a row that is not there adds an empty group of copies.
@@ -230,12 +211,13 @@ static __device__ __forceinline__ void row_send(const struct rms_norm &op,
         int64_t element = row * op.width + at * B::N;
         if (!there || at >= plan.row.packs)
             continue;
-        own_copy<B::N>(own_at<B>(shared, stage, e, 0), (const typename B::X *)op.x + element);
-        own_copy<B::N>(own_at<B>(shared, stage, e, B::X_PIECES),
-                       (const typename B::Type *)op.dy + element);
+        own_copy<B::X_BYTES>(own_place<B>(shared, stage, e, ARRAY_X),
+                             (const typename B::X *)op.x + element);
+        own_copy<B::BYTES>(own_place<B>(shared, stage, e, ARRAY_DY),
+                           (const typename B::Type *)op.dy + element);
         if (B::ADD)
-            own_copy<B::N>(own_at<B>(shared, stage, e, B::X_PIECES + 1),
-                           (const typename B::Type *)op.dx + element);
+            own_copy<B::BYTES>(own_place<B>(shared, stage, e, ARRAY_DX),
+                               (const typename B::Type *)op.dx + element);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -256,9 +238,9 @@ static __device__ __forceinline__ void row_take(struct row_packs<B> &r,
 #pragma unroll
     for (int e = 0; e < B::EACH; e++) {
         bool mine = there && lane + e * plan.row.threads < plan.row.packs;
-        r.x[e] = mine ? own_load<B::N, typename B::X>(own_at<B>(shared, stage, e, 0))
+        r.x[e] = mine ? own_load<B::N, typename B::X>(own_place<B>(shared, stage, e, ARRAY_X))
                       : pack_zero<typename B::X, B::N>();
-        r.dy[e] = mine ? own_load<B::N, typename B::Type>(own_at<B>(shared, stage, e, B::X_PIECES))
+        r.dy[e] = mine ? own_load<B::N, typename B::Type>(own_place<B>(shared, stage, e, ARRAY_DY))
                        : pack_zero<typename B::Type, B::N>();
     }
 }
@@ -312,7 +294,7 @@ row_finish(const struct row_packs<B> &r, const struct rms_norm &op, const struct
         }
         if constexpr (B::ADD) {
             struct pack<typename B::Type, B::N> old =
-                own_load<B::N, typename B::Type>(own_at<B>(shared, stage, e, B::X_PIECES + 1));
+                own_load<B::N, typename B::Type>(own_place<B>(shared, stage, e, ARRAY_DX));
 #pragma unroll
             for (int i = 0; i < B::N; i++)
                 value[i] += pack_value(old, i);
@@ -347,11 +329,10 @@ static __device__ __forceinline__ void store_sums(const float (&sums)[B::EACH][B
 // A part of plan.size rows. The next rows are on their way to shared memory while these are worked on. dx
 // may be dy: a thread has its own elements before it writes them.
 template <typename B>
-static __global__ void __launch_bounds__(GROUP_THREADS, B::EACH <= 2 ? 2 : 1)
+static __global__ void __launch_bounds__(GROUP_THREADS, B::EACH *B::N <= 16 ? 2 : 1)
     backward_kernel(struct rms_norm op, struct backward_plan plan)
 {
-    extern __shared__ uint4
-        shared_pieces[]; // [STAGES, PIECES, EACH, threads]; at last [width] sums
+    extern __shared__ uint4 shared_pieces[]; // [STAGES, STAGE_BYTES, threads]; at last [width] sums
     char *shared = (char *)shared_pieces;
     __shared__ float partial[2][GROUP_THREADS / WARP];
     int turn = 0, stage = 0;
@@ -420,7 +401,7 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS)
 // Shared memory of a CTA of backward_kernel; too many bytes: the rows are too long for these stages.
 template <typename B> static size_t stage_bytes(const struct backward_plan &plan)
 {
-    return (size_t)plan.groups * plan.row.threads * B::EACH * B::PIECES * B::STAGES * PACK_BYTES;
+    return (size_t)plan.groups * plan.row.threads * B::STAGE_BYTES * B::STAGES;
 }
 
 template <typename B>
@@ -441,10 +422,13 @@ static bool backward_stages(struct stream *stream, const struct rms_norm *op,
 {
     typedef struct backward_of<X, Type, EACH, ADD, 3> Three;
     typedef struct backward_of<X, Type, EACH, ADD, 2> Two;
+    typedef struct backward_of<X, Type, EACH, ADD, 1> One;
     if (stage_bytes<Three>(plan) <= MOST_STAGE_BYTES)
         backward_start<Three>(stream, op, plan);
     else if (stage_bytes<Two>(plan) <= MOST_STAGE_BYTES)
         backward_start<Two>(stream, op, plan);
+    else if (stage_bytes<One>(plan) <= MOST_STAGE_BYTES)
+        backward_start<One>(stream, op, plan);
     else
         return false;
     return true;
@@ -462,7 +446,8 @@ static bool backward_packs(struct stream *stream, const struct rms_norm *op,
 template <typename X, typename Type>
 static int64_t backward_launch(struct stream *stream, const struct rms_norm *op)
 {
-    struct backward_plan plan = {row_plan_make(op, 4, GROUP_THREADS), 1,
+    enum { N = pack_of<X, Type>::N, MOST_EACH = N > 4 ? 4 : 8 };
+    struct backward_plan plan = {row_plan_make(op, N, MOST_EACH, GROUP_THREADS), 1,
                                  divide_up(op->rows, RMS_NORM_PARTS), 1.0 / (double)op->width};
     bool done = false;
     if (plan.row.each > 0)
@@ -474,6 +459,8 @@ static int64_t backward_launch(struct stream *stream, const struct rms_norm *op)
         done = backward_packs<X, Type, 2>(stream, op, plan);
     else if (plan.row.each == 4)
         done = backward_packs<X, Type, 4>(stream, op, plan);
+    else if (plan.row.each == 8)
+        done = backward_packs<X, Type, MOST_EACH>(stream, op, plan);
     int64_t parts = divide_up(op->rows, plan.size);
     if (!done) {
         backward_long_kernel<X, Type>

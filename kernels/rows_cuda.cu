@@ -8,15 +8,14 @@
 
 enum {
     MOST_THREADS = 512, // of a row
-    PACK = 8,           // elements: 16 bytes of bf16, twice as many of fp32
-    TOGETHER = 2,       // packs of a thread that are on their way at a time
+    TOGETHER = 4,       // packs of a thread that are on their way at a time
     MAX_LAYERS = 256
 };
 
-// Whether rows of `width` elements can be moved in packs.
-static bool in_packs(const void *in, const void *out, int64_t in_stride, int64_t width)
+// Whether rows of `width` elements can be moved in packs of n.
+static bool in_packs(const void *in, const void *out, int64_t in_stride, int64_t width, int n)
 {
-    return packs_at(in) && packs_at(out) && packs_in(in_stride, PACK) && packs_in(width, PACK);
+    return packs_at(in) && packs_at(out) && packs_in(in_stride, n) && packs_in(width, n);
 }
 
 // Threads of a CTA that moves one row of n-element packs.
@@ -69,8 +68,9 @@ template <typename Out, typename In>
 static void gather_launch(struct stream *stream, const struct gather_rows *op)
 {
     unsigned grid = grid_size(op->rows);
-    if (in_packs(op->in, op->out, op->in_stride, op->width))
-        gather_kernel<Out, In, PACK><<<grid, row_threads(op->width, PACK), 0, stream->cuda>>>(*op);
+    enum { N = pack_of<Out, In>::N };
+    if (in_packs(op->in, op->out, op->in_stride, op->width, N))
+        gather_kernel<Out, In, N><<<grid, row_threads(op->width, N), 0, stream->cuda>>>(*op);
     else
         gather_kernel<Out, In, 1><<<grid, row_threads(op->width, 1), 0, stream->cuda>>>(*op);
     launch_check();
@@ -124,9 +124,9 @@ static void scatter_launch(struct stream *stream, const struct scatter_rows *op,
                            const int32_t *from)
 {
     unsigned grid = grid_size(op->out_rows);
-    if (in_packs(op->in, op->out, op->width, op->width))
-        scatter_kernel<Out, In, PACK>
-            <<<grid, row_threads(op->width, PACK), 0, stream->cuda>>>(*op, from);
+    enum { N = pack_of<Out, In>::N };
+    if (in_packs(op->in, op->out, op->width, op->width, N))
+        scatter_kernel<Out, In, N><<<grid, row_threads(op->width, N), 0, stream->cuda>>>(*op, from);
     else
         scatter_kernel<Out, In, 1><<<grid, row_threads(op->width, 1), 0, stream->cuda>>>(*op, from);
     launch_check();
@@ -232,8 +232,8 @@ static __global__ void __launch_bounds__(MOST_THREADS)
 }
 
 template <typename Out, int N>
-static void context_launch(struct stream *stream, const struct context_load *op,
-                           const struct planes *planes)
+static void context_start(struct stream *stream, const struct context_load *op,
+                          const struct planes *planes)
 {
     unsigned grid = grid_size(op->tokens * op->layers), threads = row_threads(op->hidden, N);
     if (op->noise != NOISE_KIND_NONE)
@@ -241,6 +241,17 @@ static void context_launch(struct stream *stream, const struct context_load *op,
     else
         context_kernel<Out, N><<<grid, threads, 0, stream->cuda>>>(*op, *planes);
     launch_check();
+}
+
+template <typename Out>
+static void context_launch(struct stream *stream, const struct context_load *op,
+                           const struct planes *planes)
+{
+    enum { N = pack_of<Out, bf16_t>::N };
+    if (in_packs(op->in, op->out, op->hidden, op->hidden, N))
+        context_start<Out, N>(stream, op, planes);
+    else
+        context_start<Out, 1>(stream, op, planes);
 }
 
 // One CTA a token and layer.
@@ -252,13 +263,8 @@ void context_load_cuda(struct stream *stream, const struct context_load *op)
         return;
     memset(&planes, 0, sizeof(planes));
     memcpy(planes.plane, op->plane, (size_t)op->layers * sizeof(*op->plane));
-    bool packs = in_packs(op->in, op->out, op->hidden, op->hidden);
-    if (is_bf16(op->type) && packs)
-        context_launch<bf16_t, PACK>(stream, op, &planes);
-    else if (is_bf16(op->type))
-        context_launch<bf16_t, 1>(stream, op, &planes);
-    else if (packs)
-        context_launch<float, PACK>(stream, op, &planes);
+    if (is_bf16(op->type))
+        context_launch<bf16_t>(stream, op, &planes);
     else
-        context_launch<float, 1>(stream, op, &planes);
+        context_launch<float>(stream, op, &planes);
 }

@@ -117,6 +117,8 @@ const struct kernel_case kernel_cases[] = {
     {"rms_norm_backward", {519, 5120}, DTYPE_BF16, CASE_TO_F32 | CASE_ADD, 605, ROW_BF16},
     {"rms_norm_backward", {19, 20480}, DTYPE_BF16, CASE_TO_F32 | CASE_ADD, 606, ROW_BF16},
     {"rms_norm_backward", {7, 4096}, DTYPE_BF16, CASE_IN_PLACE, 310, ROW_BF16},
+    {"rms_norm_backward", {259, 4096}, DTYPE_BF16, CASE_TO_F32 | CASE_ADD, 318, ROW_BF16},
+    {"rms_norm_backward", {3, 8192}, DTYPE_BF16, CASE_TO_F32 | CASE_ADD, 319, ROW_BF16},
     {"rms_norm_backward", {261, 5120}, DTYPE_BF16, CASE_ADD, 311, ROW_BF16},
     {"rms_norm_backward", {7, 5120}, DTYPE_F32, CASE_ADD, 312, ROW_F32},
     {"rms_norm_backward", {7, 5120}, DTYPE_BF16, CASE_ADD | CASE_UNALIGNED, 313, ROW_BF16},
