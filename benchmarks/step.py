@@ -207,9 +207,9 @@ def print_wild(steps):
     """Every row by its anchors: its first visit and its later ones."""
     visits = {}
     for s in steps:
-        visits.setdefault(s["anchors"], []).append(1e3 * s["seconds"])
-    for anchors, times in sorted(visits.items()):
-        print(f"    {int(anchors):5d} anchors: first {times[0]:.1f} ms, then "
+        visits.setdefault((s["anchors"], s["tokens"]), []).append(1e3 * s["seconds"])
+    for (anchors, tokens), times in sorted(visits.items()):
+        print(f"    {int(anchors):5d} anchors, {int(tokens):5d} tokens: first {times[0]:.1f} ms, then "
               + ", ".join(f"{t:.1f}" for t in times[1:]), flush=True)
 
 
