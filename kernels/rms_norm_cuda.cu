@@ -10,8 +10,9 @@ enum {
     MOST_THREADS = 512,          // of a row in packs, forward
     GROUP_THREADS = 320,         // and backward, where a CTA takes several narrow rows at a time
     MOST_STAGE_BYTES = 96 << 10, // of rows that a CTA holds: what every GPU has
-    COLUMNS = 32,                // column sums: columns of a CTA
-    SLICES = 32                  // and slices of the parts
+    HOPPER_SHARED_BYTES = 228 << 10, // of an SM
+    COLUMNS = 32,                    // column sums: columns of a CTA
+    SLICES = 32                      // and slices of the parts
 };
 
 // How the threads of a row share its packs: thread t has packs t, t + threads, ..., at most `each`.
@@ -412,6 +413,10 @@ static void backward_start(struct stream *stream, const struct rms_norm *op,
     size_t bytes = stage_bytes<B>(plan);
     cuda_check(cudaFuncSetAttribute(backward_kernel<B>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     MOST_STAGE_BYTES));
+    // Two CTAs an SM of Hopper; the rest is first-level cache, for the weight.
+    cuda_check(cudaFuncSetAttribute(backward_kernel<B>,
+                                    cudaFuncAttributePreferredSharedMemoryCarveout,
+                                    (int)(2 * (bytes + (2 << 10)) * 100 / HOPPER_SHARED_BYTES)));
     backward_kernel<B><<<grid, plan.groups * plan.row.threads, bytes, stream->cuda>>>(*op, plan);
     launch_check();
 }
