@@ -1,0 +1,337 @@
+// Times whole training steps at real sizes, at several numbers of anchors in one process: a made-up
+// target and row in memory, weights as a run begins with, one row a step in four documents, every token
+// supervised. Prints one line per number of anchors: milliseconds of a step (mean of steps queued one
+// after another, as in training), block rows per second, parts, device memory, loss; then the same numbers
+// of anchors in changing order, as the largest slow-down of a block row against the line before.
+// Usage: bench_step cpu|cuda|cuda-generic MODEL ANCHORS[,ANCHORS...] [section.key=value...]
+// MODEL: v4, qwen3-8b, small. A run's own settings of memory.* and kernels.* are given as key=value.
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/bf16.h"
+#include "base/log.h"
+#include "base/rng.h"
+#include "base/timer.h"
+#include "tests/support/backends.h"
+#include "tests/support/rows.h"
+#include "trainer/step.h"
+#include "trainer/tune.h"
+
+enum { LAYERS = 5, FEATURES = 5, DOCUMENTS = 4, WARM_UP = 2, LEAST_STEPS = 3, MOST_COUNTS = 16 };
+static const double enough_seconds = 2.0; // of steps at one number of anchors
+static const double head_spread = 3.5;    // of logits against unit hidden states
+
+struct model {
+    const char *name, *target; // target: a model of known sizes; NULL: the small one
+    const char *sets[8];       // config, NULL at the end
+};
+
+static const struct model models[] = {
+    {"v4",
+     "qwen3.6-27b",
+     {"data.seq_len=8192", "drafter.block_size=16", "drafter.mask_token_id=248070",
+      "drafter.num_attention_heads=32", "drafter.num_key_value_heads=8", "drafter.head_dim=128",
+      "drafter.intermediate_size=17408", NULL}},
+    {"qwen3-8b",
+     "qwen3-8b",
+     {"data.seq_len=8192", "drafter.block_size=16", "drafter.mask_token_id=151660",
+      "drafter.num_attention_heads=32", "drafter.num_key_value_heads=8", "drafter.head_dim=128",
+      "drafter.intermediate_size=12288", NULL}},
+    {"small",
+     NULL,
+     {"data.seq_len=512", "drafter.block_size=8", "drafter.mask_token_id=900",
+      "drafter.num_attention_heads=4", "drafter.num_key_value_heads=2", "drafter.head_dim=64",
+      "drafter.intermediate_size=256", NULL}},
+};
+
+struct bench {
+    struct test_backend on;
+    struct config config;
+    struct target target;
+    bf16 *embed, *head;
+    float *norm;
+    struct dflash_sizes sizes;
+    struct params params;
+    struct execution execution;
+    int32_t plane[DFLASH_MAX_LAYERS];
+    struct step step;
+    struct row row;
+    size_t used_before; // device memory in use
+    int64_t steps;      // so far
+    double loss;        // of the newest step
+};
+
+static void fail(const struct error *err)
+{
+    die("%s", err->text);
+}
+
+// Evenly distributed values of the given deviation, four from each draw.
+static bf16 *random_values(void *(*alloc)(size_t), int64_t count, double deviation, uint64_t seed)
+{
+    bf16 *values = alloc((size_t)count * sizeof(*values));
+    float scale = (float)(deviation * sqrt(3.0) / 32768.0);
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < count / 4; i++) {
+        uint64_t draw = rng_mix(seed, (uint64_t)i);
+        for (int64_t j = 0; j < 4; j++)
+            values[4 * i + j] =
+                bf16_from_float(scale * (float)(int16_t)(uint16_t)(draw >> (16 * j)));
+    }
+    return values;
+}
+
+static void *zeroed(size_t bytes)
+{
+    return memory_alloc(bytes, 1);
+}
+
+static struct target small_target(void)
+{
+    return (struct target){.hidden_size = 128,
+                           .vocab_size = 1024,
+                           .layers = 8,
+                           .max_position_embeddings = 1024,
+                           .rms_norm_eps = 1e-6,
+                           .rope_theta = 10000.0,
+                           .embed_scale = 1.0f,
+                           .logit_scale = 1.0f};
+}
+
+static void make_target(struct bench *b, const struct model *model)
+{
+    if (model->target == NULL)
+        b->target = small_target();
+    else if (!target_open_known(&b->target, model->target))
+        BUG("no sizes of %s", model->target);
+    int64_t v = b->target.vocab_size, h = b->target.hidden_size;
+    b->embed = random_values(zeroed, v * h, 0.02, 1);
+    b->head = random_values(zeroed, v * h, head_spread / sqrt((double)h), 2);
+    b->norm = memory_alloc((size_t)h, sizeof(*b->norm));
+    for (int64_t i = 0; i < h; i++)
+        b->norm[i] = 1.0f;
+    b->target.tied = false;
+    b->target.embed = (struct target_tensor){b->embed, DTYPE_BF16, v, h};
+    b->target.head = (struct target_tensor){b->head, DTYPE_BF16, v, h};
+    b->target.norm = (struct target_tensor){b->norm, DTYPE_F32, h, 1};
+}
+
+static void make_config(struct bench *b, const struct model *model, const char *const *own,
+                        int own_count)
+{
+    static const char *const common[] = {
+        "run.dir=unused", "run.compute=bf16",          "target.path=unused", "drafter.layers=5",
+        "loss.kl=1.0",    "loss.slot_decay_gamma=7.0", "optimizer.lr=1e-5"};
+    enum { COMMON = sizeof(common) / sizeof(*common), MOST = 32 };
+    const char *sets[MOST];
+    size_t count = 0;
+    struct error err = {0};
+    for (size_t i = 0; i < COMMON; i++)
+        sets[count++] = common[i];
+    for (size_t i = 0; model->sets[i] != NULL; i++)
+        sets[count++] = model->sets[i];
+    for (int i = 0; i < own_count && count < MOST; i++)
+        sets[count++] = own[i];
+    config_init(&b->config);
+    if (config_load(&b->config, NULL, sets, count, &err) != 0)
+        fail(&err);
+    if (b->on.generic)
+        b->config.kernels.path = KERNELS_GENERIC;
+}
+
+static void open_step(struct bench *b)
+{
+    struct error err = {0};
+    int64_t ids[FEATURES];
+    for (int32_t i = 0; i < FEATURES; i++) {
+        ids[i] = i + 1;
+        b->plane[i] = i;
+    }
+    if (dflash_sizes_resolve(&b->sizes, &b->config.drafter, &b->target, ids, FEATURES, &err) != 0)
+        fail(&err);
+    dflash_params(&b->sizes, &b->params);
+    if (execution_choose(&b->execution, &b->config, &b->sizes, b->on.backend, &err) != 0)
+        fail(&err);
+    struct step_setup setup = {.config = &b->config,
+                               .execution = &b->execution,
+                               .backend = b->on.backend,
+                               .target = &b->target,
+                               .sizes = &b->sizes,
+                               .params = &b->params,
+                               .planes = FEATURES + 1,
+                               .plane = b->plane,
+                               .last_plane = FEATURES,
+                               .last_hidden = LAST_HIDDEN_POST_NORM,
+                               .training = true};
+    if (step_open(&b->step, &setup, &err) != 0)
+        fail(&err);
+    step_initialize(&b->step);
+    if (step_tune(&b->step, &b->execution, &err) != 0)
+        fail(&err);
+}
+
+static void make_row(struct bench *b)
+{
+    int32_t lengths[DOCUMENTS];
+    for (int d = 0; d < DOCUMENTS; d++)
+        lengths[d] = (int32_t)(b->config.data.seq_len / DOCUMENTS);
+    test_row_open(&b->row, lengths, DOCUMENTS, FEATURES + 1, b->target.hidden_size);
+    for (int64_t t = 0; t < b->row.tokens; t++)
+        b->row.input_ids[t] = (int32_t)(rng_mix(3, (uint64_t)t) % (uint64_t)b->target.vocab_size);
+    free(b->row.hidden);
+    b->row.hidden = random_values(b->on.backend->host_alloc,
+                                  b->row.tokens * b->row.planes * b->row.hidden_size, 1.0, 4);
+}
+
+static size_t memory_used(const struct bench *b)
+{
+    size_t left = 0, total = 0;
+    b->on.backend->memory(&left, &total);
+    return total - left;
+}
+
+// One step of `anchors` newly drawn anchors; the update may still be queued when it returns.
+static void run_step(struct bench *b, int64_t anchors)
+{
+    struct step_outcome outcome;
+    b->config.anchors.max_anchors = anchors;
+    b->row.epoch = (uint64_t)b->steps;
+    step_begin(&b->step);
+    step_row(&b->step, &b->row);
+    step_apply(&b->step, 1e-5, ++b->steps, &outcome);
+    if (!outcome.applied)
+        die("step %lld: no update, gradient of %s", (long long)b->steps, outcome.tensor);
+    b->loss = b->step.metrics.loss / b->step.metrics.weight;
+}
+
+// Seconds a step, and of the parts; *block_rows of a step.
+static double measure(struct bench *b, int64_t anchors, double *part, double *block_rows)
+{
+    for (int i = 0; i < WARM_UP; i++)
+        run_step(b, anchors);
+    b->on.backend->sync(b->step.stream);
+    double begin = timer_now(), seconds = 0.0;
+    int64_t steps = 0;
+    memset(part, 0, STEP_PARTS * sizeof(*part));
+    for (; steps < LEAST_STEPS || seconds < enough_seconds; steps++) {
+        run_step(b, anchors);
+        for (int i = 0; i < STEP_PARTS; i++)
+            part[i] += b->step.clock.seconds[i];
+        seconds = timer_now() - begin;
+    }
+    b->on.backend->sync(b->step.stream);
+    seconds = timer_now() - begin;
+    for (int i = 0; i < STEP_PARTS; i++)
+        part[i] /= (double)steps;
+    *block_rows = b->step.metrics.anchors * (double)b->sizes.block_size;
+    return seconds / (double)steps;
+}
+
+static void print_steps(struct bench *b, const char *model, int64_t anchors, double *per_row)
+{
+    double part[STEP_PARTS], rows = 0.0;
+    double seconds = measure(b, anchors, part, &rows);
+    *per_row = seconds / rows;
+    printf(
+        "%-9s %5lld anchors: %8.1f ms, %7.0f block rows/s; forward %.0f, loss %.0f, backward %.0f, "
+        "optimizer %.0f ms; planned %.2f GiB, in use %.2f more than before; loss %.4f\n",
+        model, (long long)anchors, 1e3 * seconds, rows / seconds, 1e3 * part[STEP_FORWARD],
+        1e3 * part[STEP_LOSS], 1e3 * part[STEP_BACKWARD], 1e3 * part[STEP_OPTIMIZER],
+        (double)b->step.arena.bytes / 0x1p30,
+        ((double)memory_used(b) - (double)b->used_before) / 0x1p30, b->loss);
+    fflush(stdout);
+}
+
+// Numbers of anchors from both ends of the list in turn, each step alone.
+static void print_changing(struct bench *b, const int64_t *anchors, const double *per_row,
+                           int count)
+{
+    double worst = 0.0;
+    int64_t at = 0;
+    size_t used = memory_used(b);
+    for (int i = 0; i < 2 * count; i++) {
+        int k = i % 2 == 0 ? i / 2 : count - 1 - i / 2;
+        b->on.backend->sync(b->step.stream);
+        double begin = timer_now();
+        run_step(b, anchors[k]);
+        b->on.backend->sync(b->step.stream);
+        double rows = b->step.metrics.anchors * (double)b->sizes.block_size;
+        double slower = (timer_now() - begin) / rows / per_row[k];
+        if (slower > worst) {
+            worst = slower;
+            at = anchors[k];
+        }
+    }
+    printf("in changing order: a block row at most %.2f times its time above (%lld anchors); "
+           "memory %+.2f GiB\n",
+           worst, (long long)at, ((double)memory_used(b) - (double)used) / 0x1p30);
+}
+
+static int parse_anchors(const char *text, int64_t *anchors)
+{
+    int count = 0;
+    for (const char *at = text; count < MOST_COUNTS && at != NULL; count++) {
+        anchors[count] = strtoll(at, NULL, 10);
+        if (anchors[count] < 1)
+            die("%s: numbers of anchors like 512,1024", text);
+        at = strchr(at, ',');
+        at = at != NULL ? at + 1 : NULL;
+    }
+    return count;
+}
+
+static const struct model *find_model(const char *name)
+{
+    for (size_t i = 0; i < sizeof(models) / sizeof(*models); i++)
+        if (strcmp(models[i].name, name) == 0)
+            return &models[i];
+    die("model %s: v4, qwen3-8b or small", name);
+}
+
+static void bench_close(struct bench *b)
+{
+    step_close(&b->step);
+    b->on.backend->host_free(b->row.hidden);
+    b->row.hidden = NULL;
+    row_close(&b->row, NULL);
+    params_release(&b->params);
+    config_release(&b->config);
+    b->target.embed.data = b->target.head.data = b->target.norm.data = NULL;
+    target_close(&b->target);
+    free(b->embed);
+    free(b->head);
+    free(b->norm);
+}
+
+int main(int argc, char **argv)
+{
+    struct bench b = {0};
+    int64_t anchors[MOST_COUNTS];
+    double per_row[MOST_COUNTS];
+    if (argc < 4) {
+        fprintf(stderr, "usage: bench_step cpu|cuda|cuda-generic MODEL ANCHORS[,ANCHORS...] "
+                        "[section.key=value...]\n");
+        return 2;
+    }
+    int status = test_backend_named(&b.on, argv[1]);
+    if (status != 0)
+        return status;
+    const struct model *model = find_model(argv[2]);
+    int count = parse_anchors(argv[3], anchors);
+    double begin = timer_now();
+    b.used_before = memory_used(&b);
+    make_config(&b, model, (const char *const *)argv + 4, argc - 4);
+    make_target(&b, model);
+    open_step(&b);
+    make_row(&b);
+    printf("%s: ready after %.1f s; groups of %lld rows, chunks of %lld, recompute %s, logits %s\n",
+           b.execution.hardware, timer_now() - begin, (long long)b.execution.group_rows,
+           (long long)b.execution.chunk_rows, b.execution.recompute, b.execution.logits);
+    for (int i = 0; i < count; i++)
+        print_steps(&b, model->name, anchors[i], &per_row[i]);
+    print_changing(&b, anchors, per_row, count);
+    bench_close(&b);
+    return 0;
+}
