@@ -57,7 +57,8 @@ struct bench {
     struct execution execution;
     int32_t plane[DFLASH_MAX_LAYERS];
     struct step step;
-    struct row row;
+    struct row row,
+        twin;           // twin: the same arrays, so that one is copied while the other is computed
     size_t used_before; // device memory in use
     int64_t steps;      // so far
     double loss;        // of the newest step
@@ -143,6 +144,7 @@ static void make_config(struct bench *b, const struct model *model, const char *
 
 static void open_step(struct bench *b)
 {
+    double begin = timer_now();
     struct error err = {0};
     int64_t ids[FEATURES];
     for (int32_t i = 0; i < FEATURES; i++) {
@@ -167,9 +169,13 @@ static void open_step(struct bench *b)
                                .training = true};
     if (step_open(&b->step, &setup, &err) != 0)
         fail(&err);
+    double opened = timer_now();
     step_initialize(&b->step);
+    double initialized = timer_now();
     if (step_tune(&b->step, &b->execution, &err) != 0)
         fail(&err);
+    printf("start: memory and target %.1f s, weights %.1f s, products %.1f s\n", opened - begin,
+           initialized - opened, timer_now() - initialized);
 }
 
 static void make_row(struct bench *b)
@@ -183,6 +189,7 @@ static void make_row(struct bench *b)
     free(b->row.hidden);
     b->row.hidden = random_values(b->on.backend->host_alloc,
                                   b->row.tokens * b->row.planes * b->row.hidden_size, 1.0, 4);
+    b->twin = b->row;
 }
 
 static size_t memory_used(const struct bench *b)
@@ -197,9 +204,11 @@ static void run_step(struct bench *b, int64_t anchors)
 {
     struct step_outcome outcome;
     b->config.anchors.max_anchors = anchors;
-    b->row.epoch = (uint64_t)b->steps;
+    struct row *row = b->steps % 2 == 0 ? &b->row : &b->twin;
+    row->epoch = (uint64_t)b->steps;
     step_begin(&b->step);
-    step_row(&b->step, &b->row);
+    step_stage_row(&b->step, row == &b->row ? &b->twin : &b->row); // the next step's
+    step_row(&b->step, row);
     step_apply(&b->step, 1e-5, ++b->steps, &outcome);
     if (!outcome.applied)
         die("step %lld: no update, gradient of %s", (long long)b->steps, outcome.tensor);
