@@ -7,8 +7,8 @@
 // [teacher] student ... A thread copies (cp.async) exactly the elements that it reads itself, and
 // refills a slot as soon as it has taken its elements for the last time, so that copies need no
 // barriers and run on while a row is computed. The only exchange is that of the rows' maxima and sums:
-// through shared memory in the CTA, then by messages between the CTAs of the cluster, added in order
-// of rank. Sums for the results go to memory by warp and are added by loss_finish.
+// through shared memory in the CTA, then in that of the other CTAs of the cluster, added in order of
+// rank. Sums for the results go to memory by warp and are added by loss_finish.
 #include "kernels/softmax_loss_cuda.cuh"
 
 enum {
@@ -42,7 +42,6 @@ struct exchange {
     double sum_mail[MOST_CTAS][SUM_COUNT];
     struct loss_gradient gradient;
     struct loss_softmax teacher; // thread 0's, in the CTA of rank 0
-    unsigned long long barrier[2], sum_barrier;
 };
 
 struct place {
@@ -70,65 +69,19 @@ static __device__ __forceinline__ uint32_t shared_address(const void *p)
     return (uint32_t)__cvta_generic_to_shared(p);
 }
 
-static __device__ __forceinline__ uint32_t remote_address(const void *p, int rank)
+// The same place in the shared memory of another CTA of the cluster.
+template <typename Value> static __device__ __forceinline__ Value *in_cta(Value *p, int rank)
 {
-    uint32_t address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
-    return address;
+    uint64_t address;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(p), "r"(rank));
+    return (Value *)address;
 }
 
-static __device__ __forceinline__ void barrier_init(unsigned long long *barrier)
-{
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier))
-                 : "memory");
-}
-
-// Opens a phase that ends when so many bytes have come.
-static __device__ __forceinline__ void barrier_expect(unsigned long long *barrier, int bytes)
-{
-    asm volatile(
-        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
-        "r"(bytes)
-        : "memory");
-}
-
-static __device__ __forceinline__ void barrier_wait(unsigned long long *barrier, int phase)
-{
-    uint32_t done = 0;
-    while (!done)
-        asm volatile("{\n"
-                     ".reg .pred p;\n"
-                     "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-                     "selp.u32 %0, 1, 0, p;\n"
-                     "}"
-                     : "=r"(done)
-                     : "r"(shared_address(barrier)), "r"(phase)
-                     : "memory");
-}
-
-static __device__ __forceinline__ void send(struct message *to, unsigned long long *barrier,
-                                            int rank, const struct loss_softmax &s)
-{
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 "
-                 "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote_address(to, rank)),
-                 "r"(__float_as_int(s.max)), "r"(__float_as_int(s.sum)), "r"(s.argmax), "r"(0),
-                 "r"(remote_address(barrier, rank))
-                 : "memory");
-}
-
-static __device__ __forceinline__ void send(double *to, unsigned long long *barrier, int rank,
-                                            double value)
-{
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 "
-                 "[%0], %1, [%2];" ::"r"(remote_address(to, rank)),
-                 "l"(__double_as_longlong(value)), "r"(remote_address(barrier, rank))
-                 : "memory");
-}
-
+// All threads of the cluster. What was written before, also to other CTAs, is seen behind it.
 static __device__ __forceinline__ void cluster_sync(void)
 {
-    asm volatile("barrier.cluster.arrive.release.aligned;\n"
-                 "barrier.cluster.wait.acquire.aligned;" ::
+    asm volatile("barrier.cluster.arrive.release;\n"
+                 "barrier.cluster.wait.acquire;" ::
                      : "memory");
 }
 
@@ -413,7 +366,8 @@ static __device__ __forceinline__ struct loss_softmax half_warp(struct loss_soft
 }
 
 // Statistics of the whole row from those of the warp's elements: of the student's row and, with
-// `both`, of the teacher's. All threads of all CTAs of the cluster call it, the count-th time.
+// `both`, of the teacher's. All threads of all CTAs of the cluster call it, the count-th time: of two
+// mailboxes in turn, since one may be read still when the next call writes.
 static __device__ __forceinline__ void exchange_statistics(struct exchange *x,
                                                            const struct place &at, int count,
                                                            bool both, struct loss_softmax *student,
@@ -430,20 +384,20 @@ static __device__ __forceinline__ void exchange_statistics(struct exchange *x,
         int row = lane / LOSS_WARPS, to = lane % LOSS_WARPS;
         struct message own = x->warp[row][to];
         struct loss_softmax s = half_warp({own.max, own.sum, own.argmax});
-        if (lane == 0)
-            barrier_expect(&x->barrier[turn], at.ctas * (both ? 32 : 16));
+        own = {s.max, s.sum, s.argmax, 0};
         if (to < at.ctas && (row == 0 || both))
-            send(&x->mail[turn][row][at.rank], &x->barrier[turn], to, s);
+            *in_cta(&x->mail[turn][row][at.rank], to) = own;
     }
-    barrier_wait(&x->barrier[turn], count / 2 % 2);
+    cluster_sync();
     *student = loss_combine(x->mail[turn][0], at.ctas);
     if (both)
         *teacher = loss_combine(x->mail[turn][1], at.ctas);
 }
 
-// Sums of all elements of the row, complete in the threads of warp 0 of every CTA.
+// Sums of all elements of the row, complete in thread 0 of every CTA. Between two calls all threads of
+// the cluster meet in exchange_statistics, so that no sum is overwritten before it was read.
 static __device__ __forceinline__ void exchange_sums(struct exchange *x, const struct place &at,
-                                                     int count, const float sum[SUM_COUNT],
+                                                     const float sum[SUM_COUNT],
                                                      double total[SUM_COUNT])
 {
     int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP;
@@ -454,19 +408,19 @@ static __device__ __forceinline__ void exchange_sums(struct exchange *x, const s
             x->warp_sum[warp][i] = part;
     }
     __syncthreads();
-    if (warp != 0)
+    if (warp == 0) {
+        int which = lane / 4, quarter = lane % 4;
+        double part = 0.0;
+        for (int i = 0; i < LOSS_WARPS / 4; i++)
+            part += (double)x->warp_sum[quarter * (LOSS_WARPS / 4) + i][which];
+        part += __shfl_xor_sync(0xffffffffu, part, 1);
+        part += __shfl_xor_sync(0xffffffffu, part, 2);
+        for (int to = quarter; to < at.ctas; to += 4)
+            *in_cta(&x->sum_mail[at.rank][which], to) = part;
+    }
+    cluster_sync();
+    if (threadIdx.x != 0)
         return;
-    int which = lane / 4, quarter = lane % 4;
-    double part = 0.0;
-    for (int i = 0; i < LOSS_WARPS / 4; i++)
-        part += (double)x->warp_sum[quarter * (LOSS_WARPS / 4) + i][which];
-    part += __shfl_xor_sync(0xffffffffu, part, 1);
-    part += __shfl_xor_sync(0xffffffffu, part, 2);
-    if (lane == 0)
-        barrier_expect(&x->sum_barrier, at.ctas * (int)sizeof(x->sum_mail[0]));
-    for (int to = quarter; to < at.ctas; to += 4)
-        send(&x->sum_mail[at.rank][which], &x->sum_barrier, to, part);
-    barrier_wait(&x->sum_barrier, count % 2);
     for (int i = 0; i < SUM_COUNT; i++) {
         total[i] = 0.0;
         for (int from = 0; from < at.ctas; from++)
@@ -645,7 +599,7 @@ general_gradient(struct work<Logit> *w, const float t[CHUNKS][LOSS_ITEMS],
     float sum[SUM_COUNT] = {0.0f};
     add_sums<Logit>(t, w->slot, at, ring, pair, needs, sum);
     double total[SUM_COUNT];
-    exchange_sums(x, at, w->count, sum, total);
+    exchange_sums(x, at, sum, total);
     if (threadIdx.x == 0) {
         x->gradient = loss_gradient_of(op, total, label);
         for (int i = 0; i < SUM_COUNT && at.rank == 0; i++)
@@ -743,14 +697,6 @@ static __global__ void __launch_bounds__(LOSS_THREADS, 1)
     extern __shared__ __align__(128) unsigned char ring[];
     __shared__ __align__(16) struct exchange x;
     const struct place at = place_make(op);
-    if (threadIdx.x == 0) {
-        barrier_init(&x.barrier[0]);
-        barrier_init(&x.barrier[1]);
-        barrier_init(&x.sum_barrier);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    cluster_sync();
-
     // Consecutive rows; no cluster is without one.
     int64_t clusters = gridDim.x / at.ctas, cluster = blockIdx.x / at.ctas;
     int32_t begin = (int32_t)(op.rows * cluster / clusters),
@@ -770,6 +716,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, 1)
     w.top_item = -1;
     if (threadIdx.x == 0)
         x.teacher = {0.0f, 1.0f, -1};
+    cluster_sync(); // no CTA writes to one that has not begun
     for (int32_t r = begin; r < end; r++)
         row_run<Logit, Out, KL_ONLY>(&w, t, op, at, &x, ring, r, output);
     cluster_sync(); // no CTA leaves while others may still write to it

@@ -316,7 +316,17 @@ static __global__ void __launch_bounds__(LOSS_THREADS)
     kl = warp_sum(kl);
     if (lane != 0)
         return;
-    struct loss_record record = records[r];
+    // Only what was written: a record has no logits of tokens that its row does not have.
+    const struct loss_record *from = &records[r];
+    struct loss_record record = {};
+    record.student = from->student;
+    record.teacher = from->teacher;
+    if (op.label[r] >= 0)
+        record.label_logit = from->label_logit;
+    if (op.teacher != NULL)
+        record.top_logit = from->top_logit;
+    for (int i = 0; i < SUM_COUNT && part_count == 0; i++)
+        record.sum[i] = from->sum[i];
     if (part_count > 0) {
         record.sum[SUM_OVERLAP] = overlap;
         record.sum[SUM_KL] = kl;
