@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
 """The same optimizer step in the published `speculators` package and in dtrain, on one GPU in one run.
 
-    python3 benchmarks/against_speculators.py --dtrain build/dtrain [--anchors 512,1024,2048,3072] [--ours steps.json]
+    python3 benchmarks/against_speculators.py --dtrain build/dtrain [--anchors 512,1024,3072,2048] [--ours steps.json]
 
 Needs torch, transformers, triton and speculators (collect_peer.py brings the last to a machine without a network).
-The peer is speculators' own DFlash draft model, mask, attention, fused loss and metrics, unchanged, driven as its
-trainer does: fp32 parameters under bf16 autocast, what it compiles compiled, gradients clipped, AdamW. Where a choice
-was open, the one that is better for the peer was taken: frozen embedding and heads in bf16 (its trainer leaves
-them in fp32), AdamW's fused implementation, the row already on the GPU. Both train the same row on the same head: every
-anchor valid, every token supervised. The two alternate, one number of anchors at a time, unless --ours has results of
-step.py from just before; each starts from its own weights.
-What inductor and triton compile is kept in /tmp/dtrain-peer-cache: with --steps 1 and no --dtrain, only that is done.
+The peer is speculators' own DFlash draft model, mask, attention, fused loss and metrics, driven as its trainer does:
+fp32 parameters under bf16 autocast, gradients clipped, AdamW. Where a choice was open, the one that is better for the
+peer was taken: frozen embedding and heads in bf16 (its trainer leaves them in fp32), AdamW's fused implementation, the
+row already on the GPU. One thing is not as it has it: it compiles its whole forward pass; here its decoder layers, norms and
+mask are compiled and the rest is not. That takes a fraction of the time, and torch before 2.12 can not trace its loss, whose
+kernels are the same outside of a compiled graph. Sizes are compiled one by one, as fixed shapes.
+Both train rows of the same lengths, every anchor valid and every token supervised, from their own random weights.
+With --go FILE the peer compiles first, in at most 70 GiB, and measures as soon as FILE is there.
 """
 import argparse
-import faulthandler
 import gc
 import json
 import os
@@ -24,27 +24,28 @@ import time
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", "/tmp/dtrain-peer-cache")
 os.environ.setdefault("TRITON_CACHE_DIR", "/tmp/dtrain-peer-cache/triton")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
 
-import h5py
 import torch
-from safetensors import safe_open
 
 import made_up
 import step
 
 DEVICE = made_up.DEVICE
-GAMMA, RATE = 7.0, 1e-5
+GAMMA, RATE, ROW_DOCUMENTS = 7.0, 1e-5, 4
+WARM_UP, LEAST_STEPS = 3, 5
+BEFORE_GO = 70 * 2**30  # bytes
 SAME_LOSS = ["--set", "loss.normalize=count", "--set", "loss.slot_mask=each"]
 
 
-def frozen_weights(target):
-    with safe_open(target / "head.safetensors", "pt", device=DEVICE) as file:
-        return {name: file.get_tensor(name) for name in ("embed_tokens.weight", "lm_head.weight", "norm.weight")}
+def say(text):
+    print(f"[{time.perf_counter():7.1f}] {text}", flush=True)
 
 
-def peer_model(model, target):
-    """Their draft model: trainable parameters in fp32 as they initialise them, frozen ones in bf16."""
-    from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+# ---- the peer ----------------------------------------------------------------------------------------
+
+
+def layer_config(model):
     from transformers import Qwen3Config
 
     layers = Qwen3Config(
@@ -56,45 +57,109 @@ def peer_model(model, target):
         attention_dropout=0.0, pad_token_id=None)
     # Their default; it has no backward pass on a CPU, where only this script is tried out.
     layers._attn_implementation = "simple_flex_attention" if DEVICE == "cuda" else "eager"
+    return layers
+
+
+def peer_model(model):
+    """Their draft model: trainable parameters in fp32 as they initialise them, frozen ones in bf16."""
+    from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+
     config = DFlashSpeculatorConfig(
-        transformer_layer_config=layers, draft_vocab_size=model["vocab"], block_size=made_up.BLOCK,
-        target_hidden_size=model["hidden"], mask_token_id=0,
+        transformer_layer_config=layer_config(model), draft_vocab_size=model["vocab"],
+        block_size=made_up.BLOCK, target_hidden_size=model["hidden"], mask_token_id=0,
         aux_hidden_state_layer_ids=[layer + 1 for layer in model["layer_ids"]])
     with torch.device(DEVICE):
         draft = DFlashDraftModel(config)
-    weights = frozen_weights(target)
-    for module, name in ((draft.embed_tokens, "embed_tokens.weight"), (draft.lm_head, "lm_head.weight"),
-                         (draft.verifier_lm_head, "lm_head.weight"), (draft.verifier_norm, "norm.weight")):
-        own = weights[name].clone() if module is draft.verifier_lm_head else weights[name]
-        module.weight = torch.nn.Parameter(own, requires_grad=False)
+
+    def frozen(values):
+        return torch.nn.Parameter(values, requires_grad=False)
+
+    def matrix():
+        return torch.randn(model["vocab"], model["hidden"], dtype=torch.bfloat16, device=DEVICE).mul_(0.02)
+
+    draft.embed_tokens.weight, draft.lm_head.weight = frozen(matrix()), frozen(matrix())
+    draft.verifier_lm_head.weight = frozen(draft.lm_head.weight.clone())
+    draft.verifier_norm.weight = frozen(torch.ones(model["hidden"], dtype=torch.bfloat16, device=DEVICE))
     return draft.train()
 
 
-def leave_loss_uncompiled():
-    """torch before 2.12 cannot trace their loss, whose two kernels prune one list of tiles (ListVariable is already tracked
-    for mutation). Its kernels and their tuning are the same outside of a compiled graph."""
-    from speculators.models.dflash import core
+def compile_parts(draft, backend):
+    """Decoder layers and norms instead of the whole forward pass. Their mask compiles itself."""
+    torch._dynamo.config.recompile_limit = 64
+    compiled = type(draft).forward
+    type(draft).forward = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    for part in [*draft.layers, draft.norm, draft.hidden_norm, draft.verifier_norm]:
+        part.compile(backend=backend, dynamic=False)
 
-    core.compute_metrics = torch.compiler.disable(core.compute_metrics)
 
-
-def peer_batch(shard, tokens):
-    """The first row of the shard, as their data loader hands it over."""
-    with h5py.File(shard) as file:
-        offsets = [int(at) for at in file["doc_offsets"][:] if at <= tokens]
-        bits = torch.from_numpy(file["hidden_states"][:tokens].view("int16")).to(DEVICE)
-        ids = torch.from_numpy(file["input_ids"][:tokens]).long()
-        mask = torch.from_numpy(file["loss_mask"][:tokens])
-    states, lengths = bits.view(torch.bfloat16), [b - a for a, b in zip(offsets, offsets[1:])]
-    assert sum(lengths) == tokens
+def peer_batch(model, tokens):
+    """A packed row as their data loader hands it over."""
+    planes, length = len(model["layer_ids"]), tokens // ROW_DOCUMENTS
+    states = torch.randn(tokens, planes + 1, model["hidden"], dtype=torch.bfloat16, device=DEVICE)
     batch = {
-        "hidden_states": states[:, :-1].flatten(1).contiguous(),
-        "verifier_last_hidden_states": states[:, -1].contiguous(),
-        "input_ids": ids, "loss_mask": mask,
-        "document_ids": torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
-        "position_ids": torch.cat([torch.arange(length) for length in lengths]),
+        "hidden_states": states[:, :planes].flatten(1).contiguous(),
+        "verifier_last_hidden_states": states[:, planes].contiguous(),
+        "input_ids": torch.randint(3, model["vocab"], (tokens,), device=DEVICE),
+        "loss_mask": torch.ones(tokens, dtype=torch.uint8, device=DEVICE),
+        "document_ids": torch.arange(tokens, device=DEVICE) // length,
+        "position_ids": torch.arange(tokens, device=DEVICE) % length,
     }
-    return {name: tensor[None].to(DEVICE) for name, tensor in batch.items()}
+    return {name: tensor[None] for name, tensor in batch.items()}
+
+
+class Peer:
+    """Model, optimizer and row, and a step as their trainer's loop has it."""
+
+    def __init__(self, model, tokens, backend):
+        from speculators.losses import resolve_loss_config
+
+        self.draft = peer_model(model)
+        compile_parts(self.draft, backend)
+        self.trainable = [p for p in self.draft.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trainable, lr=RATE, weight_decay=0.0, fused=True)
+        self.batch = peer_batch(model, tokens)
+        self.loss = resolve_loss_config("kl_div", "fused" if DEVICE == "cuda" else "eager")
+
+    def step(self, anchors):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            _, loss, metrics = self.draft(**self.batch, loss_config=self.loss, gamma=GAMMA, max_anchors=anchors)
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
+        self.optimizer.step()
+        return loss, metrics
+
+    def layers_only(self, anchors):
+        """The layers forth and back at this size, without logits: what has to be compiled, in little memory."""
+        draft, batch = self.draft, self.batch
+        tokens, hidden = batch["input_ids"].shape[1], draft.hidden_size
+        rows = anchors * made_up.BLOCK
+        mask, _, _, _ = draft._build_attention_mask(batch["loss_mask"], anchors, batch["document_ids"], DEVICE)
+        position = torch.arange(tokens + rows, device=DEVICE)[None] % tokens
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            x = torch.zeros(1, rows, hidden, dtype=torch.bfloat16, device=DEVICE)
+            context = draft.hidden_norm(draft.fc(batch["hidden_states"]))
+            embeddings = draft.rotary_emb(batch["hidden_states"], position)
+            for layer in draft.layers[:2]:
+                x = layer(hidden_states=x, target_hidden=context, attention_mask=mask, position_ids=position,
+                          use_cache=False, position_embeddings=embeddings)
+            x = draft.norm(x)
+        x.sum().backward()
+        self.optimizer.zero_grad()
+
+    def seconds(self, anchors, steps):
+        """Seconds of each step, the first loss, and the share of slots that were scored."""
+        seconds, first, scored = [], None, None
+        for number in range(steps):
+            synchronize()
+            begin = time.perf_counter()
+            loss, metrics = self.step(anchors)
+            synchronize()
+            seconds.append(time.perf_counter() - begin)
+            if number == 0:
+                first = float(loss.detach())
+                scored = float(metrics["full_acc_total"]) / (anchors * made_up.BLOCK)
+        return seconds, first, scored
 
 
 def synchronize():
@@ -102,136 +167,139 @@ def synchronize():
         torch.cuda.synchronize()
 
 
-def peer_step(draft, optimizer, batch, options):
-    """As their trainer's loop has it."""
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        _, loss, metrics = draft(**batch, **options)
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
-    optimizer.step()
-    return loss, metrics
-
-
-def peer_seconds(draft, optimizer, batch, anchors, steps):
-    """Seconds of each step, the first loss, and the share of slots that were scored."""
-    from speculators.losses import resolve_loss_config
-
-    options = dict(loss_config=resolve_loss_config("kl_div", "fused" if DEVICE == "cuda" else "eager"),
-                   gamma=GAMMA, max_anchors=anchors)
-    seconds, first, scored = [], None, None
-    for number in range(min(steps, max(4, 8192 // anchors))):
-        synchronize()
-        begin = time.perf_counter()
-        loss, metrics = peer_step(draft, optimizer, batch, options)
-        synchronize()
-        seconds.append(time.perf_counter() - begin)
-        if number == 0:
-            print(f"{anchors} anchors: first step, with compilation, {seconds[0]:.1f} s", flush=True)
-            first, scored = float(loss.detach()), float(metrics["full_acc_total"]) / (anchors * made_up.BLOCK)
-    return seconds, first, scored
-
-
-def run_peer(draft, optimizer, batch, anchors, steps, base):
-    """One row of the table; its steps, or what stopped it. `base`: bytes in use before the peer began."""
-    torch.compiler.reset()  # every number of anchors is compiled for itself, as in a run of its own
-    optimizer.zero_grad()
+def clear(peer):
+    peer.optimizer.zero_grad()
     gc.collect()
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    memory, result = step.DeviceMemory(), dict(anchors=anchors)
-    begin = time.perf_counter()
+
+
+def attempt(result, work):
+    """Runs work(); what stops it becomes a text in the result, since what comes behind still runs."""
     try:
-        seconds, result["loss"], result["scored"] = peer_seconds(draft, optimizer, batch, anchors, steps)
-        result.update(milliseconds=1e3 * statistics.median(seconds[step.warm_up(len(seconds)):]), seconds=seconds)
+        work()
     except torch.OutOfMemoryError as error:
         result["failed"] = "out of memory: " + " ".join(str(error).split()[:40])
-    except Exception as error:  # the table has a row for it; what comes behind still runs
+    except Exception as error:
         result["failed"] = f"{type(error).__name__}: {' '.join(str(error).split()[:40])}"
+
+
+def compile_before(peer, sizes, go):
+    """Compiles in little memory until everything is compiled or `go` is there. A step with many block rows has too
+    many logits for that; then only its layers are compiled, and its small parts while it is measured."""
+    if DEVICE == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, BEFORE_GO / total))
+    for anchors in sizes:
+        if go.exists():
+            break
+        result, begin = {}, time.perf_counter()
+        small = anchors * made_up.BLOCK <= 2 * peer.batch["input_ids"].shape[1]
+        attempt(result, lambda: peer.step(anchors) if small else peer.layers_only(anchors))
+        synchronize()
+        clear(peer)
+        say(f"{anchors} anchors: compiled in {time.perf_counter() - begin:.1f} s {result.get('failed', '')}")
+    if DEVICE == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def run_peer(peer, anchors, base):
+    """One row of the table; its steps, or what stopped it. `base`: bytes in use before the peer began."""
+    clear(peer)
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    memory, result, begin = step.DeviceMemory(), dict(anchors=anchors), time.perf_counter()
+
+    def measure():
+        seconds, result["loss"], result["scored"] = peer.seconds(anchors, WARM_UP + LEAST_STEPS)
+        result.update(milliseconds=1e3 * statistics.median(seconds[WARM_UP:]), seconds=seconds)
+
+    attempt(result, measure)
     memory.close()
     result["wall"] = time.perf_counter() - begin
     if DEVICE == "cuda":
         result["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
         result["used_gib"] = (memory.base - base + memory.peak) / 2**30 if memory.nvml else None
-        optimizer.zero_grad()
-        gc.collect()
-        torch.cuda.empty_cache()
+    clear(peer)
     return result
 
 
-def run_ours(arguments, folder, target, shard, anchors):
-    name = f"{arguments.model}-{anchors}"
+# ---- dtrain ------------------------------------------------------------------------------------------
+
+
+def run_ours(arguments, anchors):
+    folder, name = pathlib.Path(arguments.folder), f"{arguments.model}-{anchors}"
+    folder.mkdir(parents=True, exist_ok=True)
+    target, shard = step.prepare(folder, arguments.model, [], arguments.tokens)
     config, run = step.write_config(folder, name, target, shard, anchors, arguments.tokens, DEVICE, [])
-    steps, startup, memory = step.run_steps([arguments.dtrain, "--config", str(config), *SAME_LOSS], run,
-                                            arguments.steps, arguments.limit)
+    steps, startup, memory = step.run_steps([os.path.abspath(arguments.dtrain), "--config", str(config), *SAME_LOSS],
+                                            run, WARM_UP + LEAST_STEPS, arguments.limit)
     if not steps:
         return dict(anchors=anchors, failed=step.last_lines(run))
     plan = step.planned_gib(arguments.dtrain, config)
-    return dict(step.summarise(name, steps, startup, memory, plan, arguments.tokens), count=anchors)
+    return step.summarise(name, steps, startup, memory, plan, arguments.tokens)
 
 
-def print_line(anchors, peer, ours):
+def describe(anchors, peer, ours):
     def number(result, key, form):
         return form.format(result[key]) if result and result.get(key) is not None else "-"
 
-    line = (f"{anchors:6d} | speculators {number(peer, 'milliseconds', '{:7.1f}')} ms, allocated "
-            f"{number(peer, 'allocated_gib', '{:.1f}')} GiB, used {number(peer, 'used_gib', '{:.1f}')} GiB")
+    line = (f"{anchors:5d} anchors | speculators {number(peer, 'milliseconds', '{:7.1f}')} ms, allocated "
+            f"{number(peer, 'allocated_gib', '{:.1f}')} GiB, used {number(peer, 'used_gib', '{:.1f}')} GiB, first loss "
+            f"{number(peer, 'loss', '{:.4f}')}, scored {number(peer, 'scored', '{:.4f}')}")
     if ours:
         line += (f" | dtrain {number(ours, 'milliseconds', '{:7.1f}')} ms, used "
                  f"{number(ours, 'peak_gib', '{:.1f}')} GiB")
         if "milliseconds" in peer and "milliseconds" in ours:
             line += (f" | time {ours['milliseconds'] / peer['milliseconds']:.3f} of the peer's, "
-                     f"{ours['milliseconds'] / ours['floor']:.2f} of the floor, first loss "
-                     f"{peer['loss']:.4f} and {ours['loss'][0]:.4f}, scored {peer['scored']:.4f}")
+                     f"{ours['milliseconds'] / ours['floor']:.2f} of the floor, first loss {ours['loss'][0]:.4f}")
     for who, result in (("speculators", peer), ("dtrain", ours)):
         if result and "failed" in result:
             line += f" | {who}: {result['failed']}"
-    print(line + f" | {peer['wall']:.0f} s", flush=True)
+    return line
 
 
-def main():
+def parse():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtrain", help="runs it too, in turn with the peer")
     parser.add_argument("--ours", help="results of step.py --json from the same machine; what is there is not run again")
     parser.add_argument("--model", default="v4", choices=list(made_up.MODELS))
     parser.add_argument("--anchors", default="512,1024,3072,2048")
     parser.add_argument("--tokens", type=int, default=step.TOKENS)
-    parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--folder", default="/dev/shm/dtrain-step")
-    parser.add_argument("--limit", type=float, default=90)
+    parser.add_argument("--go", help="file to wait for before measuring")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--folder", default="/dev/shm/dtrain-step", help="for dtrain's inputs")
+    parser.add_argument("--limit", type=float, default=90, help="seconds that a run of dtrain may take")
     parser.add_argument("--json", help="file for all results")
-    parser.add_argument("--stacks", type=float, help="print where it is after every so many seconds")
-    arguments = parser.parse_args()
-    if arguments.stacks:
-        faulthandler.dump_traceback_later(arguments.stacks, repeat=True)
-    arguments.dtrain = arguments.dtrain and os.path.abspath(arguments.dtrain)
-    folder = pathlib.Path(arguments.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    target, shard = step.prepare(folder, arguments.model, [], arguments.tokens)
-    before, begin = step.DeviceMemory(), time.perf_counter()
+    return parser.parse_args()
+
+
+def main():
+    arguments, before = parse(), step.DeviceMemory()
     base = before.base if before.nvml else 0
     before.close()
-    draft = peer_model(made_up.MODELS[arguments.model], target)
-    if DEVICE == "cuda" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
-        leave_loss_uncompiled()
-    trainable = [p for p in draft.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=RATE, weight_decay=0.0, fused=True)
-    batch = peer_batch(shard, arguments.tokens)
-    print(f"torch {torch.__version__}, {sum(p.numel() for p in trainable) / 1e9:.3f} G trainable parameters, "
-          f"ready after {time.perf_counter() - begin:.1f} s", flush=True)
+    sizes = [int(word) for word in arguments.anchors.split(",")]
+    peer = Peer(made_up.MODELS[arguments.model], arguments.tokens, arguments.backend)
+    parameters = sum(p.numel() for p in peer.trainable)
+    say(f"torch {torch.__version__}, {parameters / 1e9:.3f} G trainable parameters")
+    if arguments.go:
+        go = pathlib.Path(arguments.go)
+        compile_before(peer, sizes, go)
+        say("waiting")
+        while not go.exists():
+            time.sleep(0.05)
+        say("measuring")
     results = []
-    earlier = json.loads(pathlib.Path(arguments.ours).read_text()) if arguments.ours else []
-    earlier = {result["setting"]: result for result in earlier}
-    for anchors in (int(word) for word in arguments.anchors.split(",")):
-        peer = run_peer(draft, optimizer, batch, anchors, arguments.steps, base)
-        ours = earlier.get(f"{arguments.model}-{anchors}")
+    for anchors in sizes:
+        result = run_peer(peer, anchors, base)
+        earlier = json.loads(pathlib.Path(arguments.ours).read_text()) if arguments.ours else []
+        ours = {r["setting"]: r for r in earlier}.get(f"{arguments.model}-{anchors}")
         if ours is None and arguments.dtrain:
-            ours = run_ours(arguments, folder, target, shard, anchors)
-        print_line(anchors, peer, ours)
-        results.append(dict(speculators=peer, dtrain=ours))
-    if arguments.json:
-        pathlib.Path(arguments.json).write_text(json.dumps(results, indent=1))
+            ours = run_ours(arguments, anchors)
+        say(describe(anchors, result, ours))
+        results.append(dict(speculators=result, dtrain=ours))
+        if arguments.json:
+            pathlib.Path(arguments.json).write_text(json.dumps(results, indent=1))
     return 0
 
 
