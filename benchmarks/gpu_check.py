@@ -15,11 +15,12 @@ memory    rows and anchors of every size: device memory in use does not grow aft
           alone: it is the whole device's memory that is read
 sanitizer compute-sanitizer (memcheck, racecheck, initcheck) on a whole tiny step, both kernel paths, bf16
 
-All but the sanitizer without names, one line each, FAIL and exit status 1 where it does not hold. Rows
+All but the sanitizer without names, beside each other, one line each, FAIL and exit status 1 where it does not hold. Rows
 have up to 2,048 tokens, of documents of 8 to 2,048, some with two supervised tokens.
 Needs numpy, h5py, safetensors; bf16 also torch. Without a GPU: SKIPPED, exit status 77.
 """
 import argparse
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -28,6 +29,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 import h5py
@@ -94,6 +96,12 @@ def write_ragged_shard(path, rng, documents):
         file["doc_id"] = np.arange(1, documents + 1, dtype=np.uint64)
 
 
+def at_once(*calls):
+    """Results of calls that run beside each other, in their order; the first failure is raised."""
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
 def write_config(folder, name, **given):
     keys = dict(device="cuda", compute="bf16", loss=MIXTURES["kl"], data="ragged.h5", noise="", memory="{}",
                 path="auto", steps=STEPS, every=10, lr="1.0e-4", layers=3, anchors=96)
@@ -121,14 +129,28 @@ log: {{every: 1000, tensorboard: false}}
 
 
 class Check:
-    def __init__(self, dtrain, folder):
+    """Runs dtrain in a folder. Checks run beside each other, with at most `jobs` programs at a time."""
+
+    def __init__(self, dtrain, folder, jobs):
         self.dtrain, self.folder = dtrain, folder
+        self.room, self.first_run, self.has_first = threading.Semaphore(jobs), threading.Lock(), False
+
+    def run(self, arguments):
+        with self.room:
+            return subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def must(self, arguments, what):
-        done = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = self.run(arguments)
         if done.returncode != 0:
             raise Failed(f"{what}: exit status {done.returncode}: {done.stdout[-600:].strip()}")
         return done.stdout
+
+    def first(self):
+        """The run that others repeat, made by whoever needs it first."""
+        with self.first_run:
+            if not self.has_first:
+                self.train("first")
+            self.has_first = True
 
     def trace(self, name, checkpoint=None, **given):
         out = str(self.folder / f"{name}.safetensors")
@@ -206,9 +228,13 @@ def check_trace(check):
     noise = ", noise_std: 0.05, noise_kind: uniform"
     for label, extra in (("kl", ""), ("all terms", noise)):
         given = dict(loss=MIXTURES[label], noise=extra, compute="fp32", data="full.h5", anchors=64)
-        cpu = tensors_of(check.trace("cpu", device="cpu", **given))
-        for path in ("auto", "generic"):
-            error, name = worst_tensor(cpu, tensors_of(check.trace("cuda", path=path, **given)))
+        name = label.split()[0]
+        cpu, *traces = at_once(
+            lambda: tensors_of(check.trace(f"{name}-cpu", device="cpu", **given)),
+            *(lambda path=path: tensors_of(check.trace(f"{name}-{path}", path=path, **given))
+              for path in ("auto", "generic")))
+        for path, cuda in zip(("auto", "generic"), traces):
+            error, name = worst_tensor(cpu, cuda)
             found.append(f"{label}, {path}: {error:.1e}")
             if not error <= LIMIT:
                 raise Failed(f"{label}, {path}: {name} off by {error:.1e} of its largest value")
@@ -235,14 +261,15 @@ def judged(lines, traces):
 
 def check_bf16(check):
     # Enough updates for norm weights to leave 1.
-    check.train("moved", lr="1.0e-3", data="full.h5", anchors=64, every=STEPS)
-    traces = [check.trace("fresh", data="full.h5", anchors=64)]
-    for path in ("auto", "generic"):
-        traces.append(check.trace(f"trained-{path}", check.checkpoint("moved"), path=path, data="full.h5", anchors=64))
-    done = subprocess.run(
+    given = dict(data="full.h5", anchors=64)
+    fresh, _ = at_once(lambda: check.trace("fresh", **given),
+                       lambda: check.train("moved", lr="1.0e-3", every=STEPS, **given))
+    traces = [fresh] + at_once(*(
+        lambda path=path: check.trace(f"trained-{path}", check.checkpoint("moved"), path=path, **given)
+        for path in ("auto", "generic")))
+    done = check.run(
         [sys.executable, str(ROOT / "tests/reference/bf16_error.py"), *traces, "--target",
-         str(check.folder / "target"), "--device", "cuda", "--limit", str(BF16_LIMIT)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+         str(check.folder / "target"), "--device", "cuda", "--limit", str(BF16_LIMIT)])
     verdicts = judged(done.stdout.splitlines(), traces)
     if done.returncode not in (0, 1) or [verdict[0] for verdict in verdicts] != traces:
         raise Failed(done.stdout[-400:])
@@ -253,10 +280,11 @@ def check_bf16(check):
 
 
 def check_twice(check):
-    check.train("first")
+    check.first()
     for level in ("none", "cheap", "layer"):
         check.take_execution(f"second-{level}", "first", recompute=level)
-        check.train(f"second-{level}", memory=f"{{recompute: {level}}}")
+    at_once(*(lambda level=level: check.train(f"second-{level}", memory=f"{{recompute: {level}}}")
+              for level in ("none", "cheap", "layer")))
     plain = json.load(open(check.folder / "first" / "execution.json"))["recompute"]
     check.must_equal("first", f"second-{plain}")
     for level in ("none", "cheap", "layer"):
@@ -285,7 +313,7 @@ def kill_at_random(check, name, draw, **given):
     for _ in range(KILLS):
         done = check.steps(name)[-1]["step"] if metrics.exists() else 0
         target = done + draw.randint(1, STEPS // KILLS)
-        with open(check.folder / f"{name}.log", "a") as log:
+        with check.room, open(check.folder / f"{name}.log", "a") as log:
             process = subprocess.Popen([check.dtrain, "--config", config], stdout=log, stderr=log)
             if wait_and_kill(process, metrics.parent, target, 60):
                 killed.append(target)
@@ -294,17 +322,19 @@ def kill_at_random(check, name, draw, **given):
 
 
 def check_kill(check):
-    if not (check.folder / "first").exists():
-        check.train("first")
-    draw, found = random.Random(7), []
-    for level in ("cheap", "layer"):
+    check.first()
+    levels = ("cheap", "layer")
+
+    def killed(level, seed):
         name = f"killed-{level}"
         check.take_execution(name, "first", recompute=level)
-        killed = kill_at_random(check, name, draw, memory=f"{{recompute: {level}}}")
-        if len(killed) < 2:
-            raise Failed(f"{name}: only {len(killed)} kills met a running program")
+        after = kill_at_random(check, name, random.Random(seed), memory=f"{{recompute: {level}}}")
+        if len(after) < 2:
+            raise Failed(f"{name}: only {len(after)} kills met a running program")
         check.must_equal("first", name)
-        found.append(f"recompute {level}, killed after steps {killed}")
+        return f"recompute {level}, killed after steps {after}"
+
+    found = at_once(*(lambda level=level, seed=seed: killed(level, seed) for seed, level in enumerate(levels)))
     return "; ".join(found) + ": bits equal"
 
 
@@ -312,8 +342,8 @@ def check_generic(check):
     found = []
     for compute, limit in (("fp32", 1e-4), ("bf16", 2e-2)):
         names = [f"path-{path}-{compute}" for path in ("auto", "generic")]
-        for name, path in zip(names, ("auto", "generic")):
-            check.train(name, path=path, compute=compute, steps=20, every=0)
+        at_once(*(lambda name=name, path=path: check.train(name, path=path, compute=compute, steps=20, every=0)
+                  for name, path in zip(names, ("auto", "generic"))))
         a, b = ([line["loss"] for line in check.steps(name)] for name in names)
         worst = max(abs(x - y) / abs(x) for x, y in zip(a, b))
         found.append(f"{compute}: losses of {len(a)} steps within {worst:.1e}")
@@ -341,7 +371,7 @@ def check_sanitizer(check):
     if shutil.which("compute-sanitizer") is None:
         raise Failed("compute-sanitizer is not there")
     rng, sizes = np.random.default_rng(1), {name: getattr(cpu_step, name) for name in SANITIZER_SIZES}
-    small = Check(check.dtrain, check.folder / "small")
+    small = Check(check.dtrain, check.folder / "small", 1)
     small.folder.mkdir()
     for name, value in SANITIZER_SIZES.items():
         setattr(cpu_step, name, value)
@@ -370,39 +400,48 @@ def check_sanitizer(check):
     return f"{len(clean)} runs without an error"
 
 
-CHECKS = {"trace": check_trace, "bf16": check_bf16, "twice": check_twice, "kill": check_kill,
+CHECKS = {"bf16": check_bf16, "twice": check_twice, "kill": check_kill, "trace": check_trace,
           "generic": check_generic, "memory": check_memory,
           "sanitizer": check_sanitizer}
 SLOW = {"sanitizer"}  # by name only
+ALONE = {"memory"}  # after the others
+
+
+def judge(name, check):
+    """Prints the check's line; True when it holds."""
+    start = time.monotonic()
+    try:
+        found, ok = CHECKS[name](check), True
+    except Failed as failure:
+        found, ok = str(failure), False
+    print(f"{'ok  ' if ok else 'FAIL'} {name}: {found} ({time.monotonic() - start:.1f} s)", flush=True)
+    return ok
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtrain", required=True)
     parser.add_argument("--keep", help="folder for the runs, kept (default: a temporary one)")
+    parser.add_argument("--jobs", type=int, default=6, help="programs that run beside each other")
     parser.add_argument("names", nargs="*", choices=[[], *CHECKS], metavar="NAME")
     arguments = parser.parse_args()
     dtrain = str(pathlib.Path(arguments.dtrain).resolve())
     if not os.path.exists("/dev/nvidiactl") and os.environ.get("REQUIRE_CUDA") != "1":
         print("SKIPPED: no NVIDIA device here")
         sys.exit(77)
-    rng, failed = np.random.default_rng(0), 0
+    rng = np.random.default_rng(0)
+    names = arguments.names or [name for name in CHECKS if name not in SLOW]
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(arguments.keep or name)
         folder.mkdir(exist_ok=True)
         cpu_step.write_target(folder / "target", rng)
         cpu_step.write_shard(folder / "full.h5", rng)
         smooth(folder / "full.h5")
-        write_ragged_shard(folder / "ragged.h5", rng, 60)
-        for name in arguments.names or [name for name in CHECKS if name not in SLOW]:
-            start = time.monotonic()
-            try:
-                found, status = CHECKS[name](Check(dtrain, folder)), "ok  "
-            except Failed as failure:
-                found, status = str(failure), "FAIL"
-                failed += 1
-            print(f"{status} {name}: {found} ({time.monotonic() - start:.1f} s)", flush=True)
-    sys.exit(1 if failed else 0)
+        write_ragged_shard(folder / "ragged.h5", rng, 24)
+        check, together = Check(dtrain, folder, arguments.jobs), [n for n in names if n not in ALONE]
+        verdicts = at_once(*(lambda n=n: judge(n, check) for n in together)) if together else []
+        verdicts += [judge(n, check) for n in names if n in ALONE]
+    sys.exit(0 if all(verdicts) else 1)
 
 
 if __name__ == "__main__":
