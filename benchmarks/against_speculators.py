@@ -24,7 +24,7 @@ import time
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", "/tmp/dtrain-peer-cache")
 os.environ.setdefault("TRITON_CACHE_DIR", "/tmp/dtrain-peer-cache/triton")
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "8")
 
 import torch
 
@@ -203,8 +203,9 @@ def compile_before(peer, sizes, go):
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def run_peer(peer, anchors, base):
-    """One row of the table; its steps, or what stopped it. `base`: bytes in use before the peer began."""
+def run_peer(peer, anchors):
+    """One row of the table; its steps, or what stopped it. Used is what the whole device has in use at most: nothing
+    else may run."""
     clear(peer)
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -219,7 +220,8 @@ def run_peer(peer, anchors, base):
     result["wall"] = time.perf_counter() - begin
     if DEVICE == "cuda":
         result["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        result["used_gib"] = (memory.base - base + memory.peak) / 2**30 if memory.nvml else None
+        result["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+        result["used_gib"] = (memory.base + memory.peak) / 2**30 if memory.nvml else None
     clear(peer)
     return result
 
@@ -245,7 +247,8 @@ def describe(anchors, peer, ours):
         return form.format(result[key]) if result and result.get(key) is not None else "-"
 
     line = (f"{anchors:5d} anchors | speculators {number(peer, 'milliseconds', '{:7.1f}')} ms, allocated "
-            f"{number(peer, 'allocated_gib', '{:.1f}')} GiB, used {number(peer, 'used_gib', '{:.1f}')} GiB, first loss "
+            f"{number(peer, 'allocated_gib', '{:.1f}')} GiB, reserved "
+            f"{number(peer, 'reserved_gib', '{:.1f}')} GiB, used {number(peer, 'used_gib', '{:.1f}')} GiB, first loss "
             f"{number(peer, 'loss', '{:.4f}')}, scored {number(peer, 'scored', '{:.4f}')}")
     if ours:
         line += (f" | dtrain {number(ours, 'milliseconds', '{:7.1f}')} ms, used "
@@ -267,6 +270,7 @@ def parse():
     parser.add_argument("--anchors", default="512,1024,3072,2048")
     parser.add_argument("--tokens", type=int, default=step.TOKENS)
     parser.add_argument("--go", help="file to wait for before measuring")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no size begins later than this after the first")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--folder", default="/dev/shm/dtrain-step", help="for dtrain's inputs")
     parser.add_argument("--limit", type=float, default=90, help="seconds that a run of dtrain may take")
@@ -275,9 +279,7 @@ def parse():
 
 
 def main():
-    arguments, before = parse(), step.DeviceMemory()
-    base = before.base if before.nvml else 0
-    before.close()
+    arguments = parse()
     sizes = [int(word) for word in arguments.anchors.split(",")]
     peer = Peer(made_up.MODELS[arguments.model], arguments.tokens, arguments.backend)
     parameters = sum(p.numel() for p in peer.trainable)
@@ -289,9 +291,12 @@ def main():
         while not go.exists():
             time.sleep(0.05)
         say("measuring")
-    results = []
+    results, begin = [], time.perf_counter()
     for anchors in sizes:
-        result = run_peer(peer, anchors, base)
+        if time.perf_counter() - begin > arguments.seconds:
+            say(f"{anchors} anchors: not run, {arguments.seconds:.0f} s are over")
+            continue
+        result = run_peer(peer, anchors)
         earlier = json.loads(pathlib.Path(arguments.ours).read_text()) if arguments.ours else []
         ours = {r["setting"]: r for r in earlier}.get(f"{arguments.model}-{anchors}")
         if ours is None and arguments.dtrain:

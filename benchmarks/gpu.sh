@@ -1,7 +1,7 @@
 #!/bin/bash
 # Builds dtrain on a machine with a GPU, checks its CUDA backend, times it, and prints one table.
 #   benchmarks/gpu.sh [SECTION...]
-# Sections, in this order whatever the order of the words; without words: all but the last two.
+# Sections, in this order whatever the order of the words; without words: all but peer.
 #   build      the program, the tests and the benchmarks; always done when there is no build folder yet
 #   tests      the kernel tests op by op, with and without the paths for some GPUs only; ctest -L cuda;
 #              steps in fp32 against the CPU, 50 steps twice
@@ -9,9 +9,7 @@
 #   kernels, gemm, attention, loss, data   times of the parts (CASES: part of the names of the loss's)
 #   steps      whole steps at real sizes (STEPS: settings of step.py, "all" by default)
 #   peer       the same steps in the published speculators package, and ours beside them (PEER: a folder of wheels
-#              that collect_peer.py has filled, .peer by default)
-#   peer-compile   begins to compile it beside the checks
-# What was compiled for the peer is left as peer-cache.tgz in OUT, and taken from PEER/peer-cache.tgz when that is there.
+#              that collect_peer.py has filled, .peer by default); it compiles beside the build and the checks, and is measured last
 # Checks run side by side; what is timed runs alone. Variables:
 # BUILD: build folder, /tmp/dtrain-gpu by default. ARCH: architecture to build for, 90a by default.
 # COMMIT: what is printed as the commit where git is not there. OUT: a folder for the logs (few files), BUILD
@@ -39,7 +37,6 @@ row() { printf '%-40s %-8s %s\n' "$1" "$2" "$3" >>"$table"; }
 elapsed() { echo $(($(date +%s) - begin)); }
 
 finish() {
-    [ -d /tmp/dtrain-peer-cache ] && tar czf "$OUT/peer-cache.tgz" -C /tmp dtrain-peer-cache && du -h "$OUT/peer-cache.tgz"
     cp $INPUTS/run-*.log "$logs" 2>/dev/null
     tail -n 100000 "$logs"/*.log >"$OUT/gpu-logs.txt"
     echo
@@ -48,7 +45,7 @@ finish() {
     # Checks that passed are counted; what failed and what was timed has its own line.
     grep ' ok ' "$table" | awk '{print $1}' | sort | uniq -c | awk '{printf "%s %s ok; ", $1, $2} END {print ""}'
     grep -v ' ok ' "$table" | sort
-    for name in inputs peer-compile-512 peer-compile-1024 kernels gemm attention loss data steps peer; do
+    for name in inputs kernels gemm attention loss data steps peer; do
         [ -s "$logs/$name.log" ] && { echo "-- $name"; tail -n 25 "$logs/$name.log" | cut -c1-200; }
     done
 }
@@ -118,40 +115,31 @@ export REQUIRE_CUDA=1 OMP_WAIT_POLICY=passive PYTHONUNBUFFERED=1
 PEER=${PEER:-.peer}
 ANCHORS=${ANCHORS:-512,1024,3072,2048}
 site=$BUILD/peer-site
-write_inputs() {
-    python3 benchmarks/step.py --prepare --settings "v4-512,${STEPS:-all}" --folder $INPUTS --dtrain -
+wait_for() { # file that holds a word, process
+    while ! grep -q "$2" "$1" 2>/dev/null && kill -0 "$3" 2>/dev/null; do sleep 0.2; done
+}
+peer() {
     mkdir -p "$site"
-    [ -f "$PEER/peer-cache.tgz" ] && tar xzf "$PEER/peer-cache.tgz" -C /tmp
     for wheel in "$PEER"/*.whl; do [ -f "$wheel" ] && python3 -m zipfile -e "$wheel" "$site"; done
+    PYTHONPATH=$site exec timeout "${PEER_LIMIT:-400}" python3 benchmarks/against_speculators.py --anchors "$ANCHORS" \
+        --go "$logs/go" --ours "$OUT/steps.json" --json "$OUT/peer.json"
 }
-# Compiling: one process for each number of anchors, of which two fit into the memory together; larger ones would
-# leave none for the checks. What they compile is kept.
-prepare() {
-    trap 'kill $(jobs -rp); exit' TERM
-    write_inputs >"$logs/inputs.log" 2>&1
-    : >"$logs/prepared"
-    wanted peer-compile || return
-    for anchors in 512 1024; do
-        TORCHINDUCTOR_COMPILE_THREADS=6 PYTHONPATH=$site python3 benchmarks/against_speculators.py --folder $INPUTS \
-            --anchors $anchors --steps 1 --stacks 20 >"$logs/peer-compile-$anchors.log" 2>&1 &
-    done
-    wait
-}
-prepare_id=
-if wanted steps || wanted peer || wanted peer-compile; then # beside the build and the checks
-    prepare &
-    prepare_id=$!
+input_id= peer_id=
+if wanted steps; then # beside the build and the checks
+    python3 benchmarks/step.py --prepare --settings "${STEPS:-all}" --folder $INPUTS --dtrain - >"$logs/inputs.log" 2>&1 &
+    input_id=$!
+fi
+if wanted peer; then
+    rm -f "$OUT/steps.json"
+    peer >"$logs/peer.log" 2>&1 &
+    peer_id=$!
 fi
 if wanted build || [ ! -x "$BUILD/dtrain" ]; then build; fi
 export OMP_NUM_THREADS=2
 wanted tests && tests
 wanted sanitizer && sanitizer
-for id in $(jobs -rp); do [ "$id" = "$prepare_id" ] || wait "$id"; done
-if [ -n "$prepare_id" ]; then # inputs are waited for, compilation is not
-    while [ ! -e "$logs/prepared" ] && kill -0 "$prepare_id" 2>/dev/null; do sleep 0.2; done
-    kill "$prepare_id" 2>/dev/null
-fi
-wait
+for id in $(jobs -rp); do [ "$id" = "$peer_id" ] || wait "$id"; done
+[ -n "$peer_id" ] && wait_for "$logs/peer.log" waiting "$peer_id" # it compiles before
 unset OMP_NUM_THREADS
 [ -s "$logs/check.log" ] && cut -c1-200 "$logs/check.log"
 
@@ -162,8 +150,9 @@ wanted loss && check "${LIMIT:-60}" "timed loss" loss "$BUILD/benchmarks/bench_l
 wanted data && check "${LIMIT:-60}" "timed data" data "$BUILD/benchmarks/bench_data" "$BUILD"
 wanted steps && check "${STEPS_LIMIT:-300}" "timed steps" steps python3 benchmarks/step.py --dtrain "$BUILD/dtrain" \
     --settings "${STEPS:-all}" --folder $INPUTS --json "$OUT/steps.json"
-ours=()
-[ -s "$OUT/steps.json" ] && ours=(--ours "$OUT/steps.json")
-wanted peer && PYTHONPATH=$site check "${PEER_LIMIT:-240}" "timed peer" peer python3 benchmarks/against_speculators.py \
-    --folder $INPUTS --anchors "$ANCHORS" --dtrain "$BUILD/dtrain" "${ours[@]}" --json "$OUT/peer.json"
+if [ -n "$peer_id" ]; then
+    [ -s "$OUT/steps.json" ] || echo '[]' >"$OUT/steps.json"
+    : >"$logs/go"
+    wait "$peer_id" && row "timed peer" ok "" || row "timed peer" "FAIL" "$(tail -n 1 "$logs/peer.log" | cut -c1-90)"
+fi
 exit 0
