@@ -22,7 +22,7 @@ import sys
 import torch
 from torch.nn import functional as f
 
-from dflash_step import Step, attention_mask, inverse_frequencies, mixture, positions_of, rms_norm, term_weights
+from dflash_step import Step, attention_mask, inverse_frequencies, mixture, positions_of, term_weights
 from trace_file import Refused, Trace, make_shape, read_target
 
 
