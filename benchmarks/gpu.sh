@@ -8,6 +8,7 @@
 #   sanitizer  compute-sanitizer (memcheck, racecheck, initcheck) on small kernel cases and a tiny step
 #   kernels, gemm, attention, loss, data   times of the parts (CASES: part of the names of the loss's)
 #   steps      whole steps at real sizes (STEPS: settings of step.py, "all" by default)
+#   counts     steps of several numbers of anchors in one process
 #   peer       the same steps in the published speculators package, and ours beside them (PEER: a folder of wheels
 #              that collect_peer.py has filled, .peer by default); it compiles beside the build and the checks, and is measured last
 # Checks run side by side; what is timed runs alone. Variables:
@@ -23,7 +24,7 @@ OUT=${OUT:-$BUILD}
 logs=$BUILD/logs
 table=$BUILD/table.txt
 begin=$(date +%s)
-sections=" ${*:-build tests sanitizer kernels gemm attention loss data steps} "
+sections=" ${*:-build tests sanitizer kernels gemm attention loss data steps counts} "
 OPS=$(sed -n 's/^ *X(\([a-z_]*\)).*/\1/p' kernels/kernels.h)
 INPUTS=/dev/shm/dtrain-step
 (($(df --output=avail -k /dev/shm | tail -n 1) > 16000000)) || INPUTS=/tmp/dtrain-step
@@ -45,7 +46,7 @@ finish() {
     # Checks that passed are counted; what failed and what was timed has its own line.
     grep ' ok ' "$table" | awk '{print $1}' | sort | uniq -c | awk '{printf "%s %s ok; ", $1, $2} END {print ""}'
     grep -v ' ok ' "$table" | sort
-    for name in inputs kernels gemm attention loss data steps peer; do
+    for name in inputs kernels gemm attention loss data steps counts peer; do
         [ -s "$logs/$name.log" ] && { echo "-- $name"; tail -n 25 "$logs/$name.log" | cut -c1-200; }
     done
 }
@@ -150,6 +151,7 @@ wanted loss && check "${LIMIT:-60}" "timed loss" loss "$BUILD/benchmarks/bench_l
 wanted data && check "${LIMIT:-60}" "timed data" data "$BUILD/benchmarks/bench_data" "$BUILD"
 wanted steps && check "${STEPS_LIMIT:-300}" "timed steps" steps python3 benchmarks/step.py --dtrain "$BUILD/dtrain" \
     --settings "${STEPS:-all}" --folder $INPUTS --json "$OUT/steps.json"
+wanted counts && check "${LIMIT:-120}" "timed counts" counts "$BUILD/benchmarks/bench_step" cuda v4 512,1024,2048,3072,8192
 if [ -n "$peer_id" ]; then
     [ -s "$OUT/steps.json" ] || echo '[]' >"$OUT/steps.json"
     : >"$logs/go"
