@@ -192,9 +192,9 @@ static __device__ __forceinline__ void exchange_statistics(struct exchange *x,
         if (row == 1)
             own = {teacher->max, teacher->sum, teacher->argmax, 0};
         if (other < at.ctas && (row == 0 || both))
-            *in_cta(&x->mail[turn][row][at.rank], other) = own;
+            *in_cta(&x->mail[turn][row][at.rank], other, at.rank) = own;
     }
-    cluster_sync();
+    cluster_sync(at.ctas);
     struct message part = {-INFINITY, 0.0f, INT32_MAX, 0};
     if (other < at.ctas && (row == 0 || both))
         part = x->mail[turn][row][other];
@@ -223,9 +223,9 @@ static __device__ __forceinline__ void exchange_sums(struct exchange *x, const s
         part += __shfl_xor_sync(0xffffffffu, part, 1);
         part += __shfl_xor_sync(0xffffffffu, part, 2);
         for (int to = quarter; to < at.ctas; to += 4)
-            *in_cta(&x->sum_mail[at.rank][which], to) = part;
+            *in_cta(&x->sum_mail[at.rank][which], to, at.rank) = part;
     }
-    cluster_sync();
+    cluster_sync(at.ctas);
     if (threadIdx.x != 0)
         return;
     for (int i = 0; i < SUM_COUNT; i++) {
@@ -518,10 +518,10 @@ static __global__ void __launch_bounds__(LOSS_THREADS, 1)
     w.own_sum = 0.0f;
     if (threadIdx.x == 0)
         x.teacher = {0.0f, 1.0f, -1};
-    cluster_sync(); // no CTA writes to one that has not begun
+    cluster_sync(at.ctas); // no CTA writes to one that has not begun
     for (int32_t r = begin; r < end; r++)
         row_run<Logit, Out, KL_ONLY>(&w, teacher, op, at, &x, ring, r, output);
-    cluster_sync(); // no CTA leaves while others may still write to it
+    cluster_sync(at.ctas); // no CTA leaves while others may still write to it
 #endif
 }
 

@@ -44,20 +44,24 @@ static __device__ __forceinline__ uint32_t shared_address(const void *p)
     return (uint32_t)__cvta_generic_to_shared(p);
 }
 
-// The same place in the shared memory of another CTA of the cluster.
-template <typename Value> static __device__ __forceinline__ Value *in_cta(Value *p, int rank)
+// The same place in the shared memory of a CTA of the cluster; own: this CTA's rank.
+template <typename Value>
+static __device__ __forceinline__ Value *in_cta(Value *p, int rank, int own)
 {
     uint64_t address;
     asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(p), "r"(rank));
-    return (Value *)address;
+    return rank == own ? p : (Value *)address;
 }
 
-// All threads of the cluster. What was written before, also to other CTAs, is seen behind it.
-static __device__ __forceinline__ void cluster_sync(void)
+// All threads of the cluster. What was written before, also to other CTAs, is seen behind it. The CTA's
+// own barrier is the one that racecheck knows for certain.
+static __device__ __forceinline__ void cluster_sync(int ctas)
 {
-    asm volatile("barrier.cluster.arrive.release;\n"
-                 "barrier.cluster.wait.acquire;" ::
-                     : "memory");
+    if (ctas > 1)
+        asm volatile("barrier.cluster.arrive.release;\n"
+                     "barrier.cluster.wait.acquire;" ::
+                         : "memory");
+    __syncthreads();
 }
 
 static __device__ __forceinline__ int cluster_rank(void)
