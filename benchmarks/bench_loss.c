@@ -3,7 +3,7 @@
 // vocabulary kernel and of the rest (matrix products mostly), the kernel's bytes per second (each
 // student row read and each gradient row written once, each teacher row read once in a chunk) and the
 // memory taken besides inputs and outputs.
-// Usage: bench_loss cpu|cuda|cuda-generic [part of names]
+// Usage: bench_loss cpu|cuda|cuda-generic [beginning of lines]
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -215,6 +215,12 @@ static void warm_up(struct bench *bench)
     free(algorithms);
 }
 
+static void name_size(const struct size *size, char *text, size_t text_size)
+{
+    snprintf(text, text_size, "%s %s %lld rows", size->name, dtype_name(size->logits),
+             (long long)size->chunk_rows);
+}
+
 // The fastest run: others on the machine can only slow it down.
 static void bench_size(struct bench *bench, const struct size *size)
 {
@@ -230,12 +236,11 @@ static void bench_size(struct bench *bench, const struct size *size)
     }
     double logit = (double)dtype_size(size->logits), vocab = (double)size->vocab;
     double bytes = (watched.rows * (logit + 2.0) + (double)bench->teachers * logit) * vocab;
-    printf(
-        "%-10s %-5s %5lld rows, %2d chunks: %8.2f ms, kernel %7.2f ms, rest %8.2f ms, %6.0f GB/s, "
-        "%.2f GiB\n",
-        size->name, dtype_name(size->logits), (long long)size->chunk_rows, watched.calls,
-        seconds * 1e3, kernel * 1e3, (seconds - kernel) * 1e3, bytes / kernel * 1e-9,
-        (double)bench->bytes / 0x1p30);
+    char line[64];
+    name_size(size, line, sizeof(line));
+    printf("%-26s %2d chunks: %8.2f ms, kernel %7.2f ms, rest %8.2f ms, %6.0f GB/s, %.2f GiB\n",
+           line, watched.calls, seconds * 1e3, kernel * 1e3, (seconds - kernel) * 1e3,
+           bytes / kernel * 1e-9, (double)bench->bytes / 0x1p30);
     fflush(stdout);
     bench_close(bench);
 }
@@ -245,7 +250,7 @@ int main(int argc, char **argv)
     struct test_backend chosen;
     int status = test_backend_named(&chosen, argc > 1 ? argv[1] : "");
     if (status != 0) {
-        fprintf(stderr, "usage: bench_loss cpu|cuda|cuda-generic [part of names]\n");
+        fprintf(stderr, "usage: bench_loss cpu|cuda|cuda-generic [beginning of lines]\n");
         return status;
     }
     struct bench bench = {.backend = *chosen.backend, .kernels = *chosen.backend->kernels};
@@ -260,9 +265,12 @@ int main(int argc, char **argv)
         state = state * 6364136223846793005u + 1442695040888963407u;
         bench.random[i] = bf16_from_float(((float)(state >> 40) * 0x1p-24f - 0.5f) * 3.4641f);
     }
-    for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++)
-        if (argc <= 2 || strstr(sizes[i].name, argv[2]) != NULL)
+    for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++) {
+        char line[64];
+        name_size(&sizes[i], line, sizeof(line));
+        if (argc <= 2 || strncmp(line, argv[2], strlen(argv[2])) == 0)
             bench_size(&bench, &sizes[i]);
+    }
     free(bench.random);
     bench.backend.stream_close(bench.stream);
     return EXIT_SUCCESS;
