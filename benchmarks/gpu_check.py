@@ -8,7 +8,7 @@ trace     one step in fp32 on the GPU and on the CPU, two mixtures of losses, bo
 bf16      one step in bf16, fresh and trained weights: no tensor's gradient errs more than 1.25 times as
           much as under PyTorch autocast, both against float64 (tests/reference/bf16_error.py); norms of
           heads, 64 numbers, 2 times once trained
-twice     50 steps twice, with each level of recomputation: the same bits
+twice     50 steps twice, and with each level of recomputation: the same bits
 kill      50 steps, killed (SIGKILL) at random moments and started again: the bits of the run left alone
 generic   steps with kernels.path generic beside those without: the same but for rounding
 memory    rows and anchors of every size: device memory in use does not grow after the first step. Run it
@@ -283,8 +283,10 @@ def check_twice(check):
     check.first()
     for level in ("none", "cheap", "layer"):
         check.take_execution(f"second-{level}", "first", recompute=level)
-    at_once(*(lambda level=level: check.train(f"second-{level}", memory=f"{{recompute: {level}}}")
+    at_once(lambda: check.train("again"),
+            *(lambda level=level: check.train(f"second-{level}", memory=f"{{recompute: {level}}}")
               for level in ("none", "cheap", "layer")))
+    check.must_equal("first", "again")
     plain = json.load(open(check.folder / "first" / "execution.json"))["recompute"]
     check.must_equal("first", f"second-{plain}")
     for level in ("none", "cheap", "layer"):

@@ -1,11 +1,12 @@
 // Owns the made-up row that shows which products a step consists of, and when they are timed. Does not
-// own how (kernels/gemm_tune_cuda.cu).
+// own how (kernels/gemm_tune_cuda.cu), nor what is remembered of it (algorithm_cache.c).
 #include "trainer/tune.h"
 
 #include <stdlib.h>
 
 #include "base/log.h"
 #include "base/timer.h"
+#include "trainer/algorithm_cache.h"
 
 static const double tuning_seconds = 1.5;
 
@@ -46,14 +47,10 @@ static int run_group(struct step *step, const struct row *row)
     return stopped;
 }
 
-int step_tune(struct step *step, struct execution *execution, struct error *err)
+// 1: stopped, so that nothing was timed.
+static int choose(struct step *step, struct execution *execution)
 {
     const struct backend *backend = step->setup.backend;
-    if (backend->gemm_tune == NULL)
-        return 0;
-    if (execution->gemm.count > 0)
-        return backend->gemm_obey(step->stream, &execution->gemm, err);
-    double begin = timer_now();
     struct row row;
     make_row(&row, step);
     backend->gemm_record(step->stream);
@@ -65,7 +62,30 @@ int step_tune(struct step *step, struct execution *execution, struct error *err)
     step_begin(step);
     backend->sync(step->stream);
     row_close(&row, NULL);
-    log_info("gemm: %lld algorithms chosen in %.1f s", (long long)execution->gemm.count,
-             timer_now() - begin);
-    return 0;
+    return stopped;
+}
+
+int step_tune(struct step *step, struct execution *execution, struct error *err)
+{
+    const struct backend *backend = step->setup.backend;
+    if (backend->gemm_tune == NULL)
+        return 0;
+    if (execution->gemm.count > 0)
+        return backend->gemm_obey(step->stream, &execution->gemm, err);
+    double begin = timer_now();
+    char *folder = algorithm_cache_folder();
+    struct error unknown = {0};
+    bool before = folder != NULL && algorithm_cache_read(folder, &step->arena, execution) &&
+                  backend->gemm_obey(step->stream, &execution->gemm, &unknown) == 0;
+    int status = 0;
+    if (!before) {
+        execution->gemm.count = 0;
+        bool stopped = choose(step, execution) != 0;
+        if (!stopped && folder != NULL && algorithm_cache_keep(folder, &step->arena, execution))
+            status = backend->gemm_obey(step->stream, &execution->gemm, err);
+    }
+    log_info("gemm: %lld algorithms %s in %.1f s", (long long)execution->gemm.count,
+             before ? "as chosen before on this device" : "chosen", timer_now() - begin);
+    free(folder);
+    return status;
 }
