@@ -202,7 +202,8 @@ static int obey_frozen(struct resume *resume, struct session *session, struct er
         return -1;
     if (follow(session, &before, err) == 0) {
         if (resume->replan && before.gemm.count > 0) {
-            log_warn("--replan: GEMM algorithms are those of a fresh run; results may differ in bits");
+            log_warn(
+                "--replan: GEMM algorithms are those of a fresh run; results may differ in bits");
             session->execution.gemm.count = 0;
         }
         return 0;
