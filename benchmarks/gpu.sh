@@ -37,8 +37,9 @@ wanted() { [[ $sections == *" $1 "* ]]; }
 row() { printf '%-40s %-8s %s\n' "$1" "$2" "$3" >>"$table"; }
 elapsed() { echo $(($(date +%s) - begin)); }
 
+# shellcheck disable=SC2317 # called by the trap
 finish() {
-    cp $INPUTS/run-*.log "$logs" 2>/dev/null
+    cp "$INPUTS"/run-*.log "$logs" 2>/dev/null
     tail -n 100000 "$logs"/*.log >"$OUT/gpu-logs.txt"
     echo
     echo "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader), ${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null)}," \
@@ -125,10 +126,9 @@ peer() {
     PYTHONPATH=$site exec timeout "${PEER_LIMIT:-400}" python3 benchmarks/against_speculators.py --anchors "$ANCHORS" \
         --go "$logs/go" --ours "$OUT/steps.json" --json "$OUT/peer.json"
 }
-input_id= peer_id=
+peer_id=''
 if wanted steps; then # beside the build and the checks
     python3 benchmarks/step.py --prepare --settings "${STEPS:-all}" --folder $INPUTS --dtrain - >"$logs/inputs.log" 2>&1 &
-    input_id=$!
 fi
 if wanted peer; then
     rm -f "$OUT/steps.json"
@@ -155,6 +155,10 @@ wanted counts && check "${LIMIT:-120}" "timed counts" counts "$BUILD/benchmarks/
 if [ -n "$peer_id" ]; then
     [ -s "$OUT/steps.json" ] || echo '[]' >"$OUT/steps.json"
     : >"$logs/go"
-    wait "$peer_id" && row "timed peer" ok "" || row "timed peer" "FAIL" "$(tail -n 1 "$logs/peer.log" | cut -c1-90)"
+    if wait "$peer_id"; then
+        row "timed peer" ok ""
+    else
+        row "timed peer" "FAIL" "$(tail -n 1 "$logs/peer.log" | cut -c1-90)"
+    fi
 fi
 exit 0
