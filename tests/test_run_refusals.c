@@ -385,6 +385,68 @@ static void given_folder(const char *run, const char *execution)
     write_text(run_path(&fixture, "%s/execution.json", run), execution);
 }
 
+// A text with another value for a member, as the file has it: "..." or a number.
+static char *with_member(const char *text, const char *name, const char *value)
+{
+    char *quoted = memory_format("\"%s\":\t", name);
+    const char *at = strstr(text, quoted);
+    assert_non_null(at);
+    at += strlen(quoted);
+    free(quoted);
+    return memory_format("%.*s%s%s", (int)(at - text), text, value, at + strcspn(at, ",\n"));
+}
+
+static const struct {
+    const char *member, *value;
+} bad_members[] = {
+    {"group_rows", "0"},
+    {"group_rows", "-8"},
+    {"group_rows", "12"},
+    {"group_rows", "80000"},
+    {"group_rows", "4000000000"},
+    {"chunk_rows", "0"},
+    {"chunk_rows", "1"},
+    {"chunk_rows", "-3"},
+    {"chunk_rows", "4000000000"},
+    {"threads", "0"},
+    {"threads", "-1"},
+    {"threads", "1000000"},
+    {"recompute", "\"foo\""},
+    {"group_rows", "\"many\""},
+};
+
+// Values that no step can be cut to: beside a checkpoint an error, without one a warning.
+static void members_are_checked(void **state)
+{
+    (void)state;
+    char *execution = program_text(run_path(&fixture, "run/execution.json"));
+    int refused = 0;
+    copy_run("members");
+    for (size_t i = 0; i < sizeof(bad_members) / sizeof(*bad_members); i++) {
+        char *bad = with_member(execution, bad_members[i].member, bad_members[i].value);
+        const char *folder = run_path(&fixture, "fresh-%zu", i), *name = strrchr(folder, '/') + 1;
+        given_folder(name, bad);
+        assert_int_equal(run_train(&fixture, name, "--set", "run.max_steps=1", "--set",
+                                   "parallel.threads=0", NULL),
+                         0);
+        run_must_say(&fixture, name, "this run chooses anew");
+        run_must_say(&fixture, name, bad_members[i].member);
+        if (strlen(bad) <= strlen(execution)) { // a checkpoint's files keep their sizes
+            char *padded = memory_format("%-*s", (int)strlen(execution), bad);
+            write_text(run_path(&fixture, "members/checkpoints/step-00000008/execution.json"),
+                       padded);
+            free(padded);
+            assert_int_equal(run_train(&fixture, "members", "--set", "run.max_steps=9", NULL), 1);
+            run_must_say(&fixture, "members", "step-00000008/execution.json");
+            run_must_say(&fixture, "members", bad_members[i].member);
+            refused++;
+        }
+        free(bad);
+    }
+    assert_true(refused >= 8);
+    free(execution);
+}
+
 static void first_start_is_followed(void **state)
 {
     (void)state;
@@ -397,6 +459,7 @@ static void first_start_is_followed(void **state)
     given_folder("given", smaller);
     assert_int_equal(run_train(&fixture, "given", "--set", "run.max_steps=1", NULL), 0);
     run_must_say(&fixture, "given", "groups of 32 rows");
+    run_must_say(&fixture, "given", "given/execution.json in what the config leaves open");
     assert_true(program_says(run_path(&fixture, "given/execution.json"), "\"group_rows\":\t32"));
     // What the config says itself holds; then nothing of the file does.
     given_folder("other", smaller);
@@ -430,6 +493,7 @@ int main(void)
         cmocka_unit_test(checkpoint_of_another_folder),
         cmocka_unit_test(run_folder_says_how),
         cmocka_unit_test(first_start_is_followed),
+        cmocka_unit_test(members_are_checked),
     };
     return cmocka_run_group_tests_name("run_refusals", tests, open_all, close_all);
 }

@@ -97,6 +97,35 @@ int execution_read(struct execution *execution, const char *path, struct error *
     return result;
 }
 
+static int check_range(const char *path, const char *name, int64_t value, int64_t least,
+                       int64_t most, struct error *err)
+{
+    if (value >= least && value <= most)
+        return 0;
+    return error_add(err, "%s: %s is %lld, which is not within %lld and %lld", path, name,
+                     (long long)value, (long long)least, (long long)most);
+}
+
+int execution_check(const struct execution *execution, const struct config *config,
+                    const struct dflash_sizes *sizes, const char *path, struct error *err)
+{
+    enum { MOST_CHUNK_ROWS = 1 << 30, MOST_THREADS = 4096 }; // as their keys' ranges
+    static const char *const levels[] = {"none", "cheap", "layer"};
+    int64_t block = sizes->block_size, rows = (config->data.seq_len - 1) * block;
+    int faults = check_range(path, "group_rows", execution->group_rows, block, rows, err);
+    if (faults == 0 && execution->group_rows % block != 0)
+        faults =
+            error_add(err, "%s: group_rows is %lld, which is no multiple of the %lld of a block",
+                      path, (long long)execution->group_rows, (long long)block);
+    faults |= check_range(path, "chunk_rows", execution->chunk_rows, 2, MOST_CHUNK_ROWS, err);
+    faults |= check_range(path, "threads", execution->threads, 1, MOST_THREADS, err);
+    for (size_t i = 0; i < sizeof(levels) / sizeof(*levels); i++)
+        if (strcmp(execution->recompute, levels[i]) == 0)
+            return faults;
+    return error_add(err, "%s: recompute is %s, which is none of none, cheap and layer", path,
+                     execution->recompute);
+}
+
 int execution_compare(const struct execution *before, const struct execution *now,
                       struct error *err)
 {

@@ -151,6 +151,15 @@ int resume_freeze(const struct run_folder *folder, const struct session *session
     return status;
 }
 
+// What can be obeyed: nothing that a step can not be cut to leaves this.
+static int read_execution(struct execution *execution, const struct session *session,
+                          const char *path, struct error *err)
+{
+    if (execution_read(execution, path, err) != 0)
+        return -1;
+    return execution_check(execution, session->config, &session->sizes, path, err);
+}
+
 // What the config leaves open becomes what it was. -1 when something else differs.
 static int follow(struct session *session, const struct execution *before, struct error *err)
 {
@@ -180,11 +189,11 @@ static void follow_first_start(struct resume *resume, const struct run_folder *f
     struct execution before, chosen = session->execution;
     struct error why = {""};
     if (!resume->replan && access(path, F_OK) == 0) {
-        resume->followed =
-            execution_read(&before, path, &why) == 0 && follow(session, &before, &why) == 0;
+        resume->followed = read_execution(&before, session, path, &why) == 0 &&
+                           follow(session, &before, &why) == 0;
         if (!resume->followed) {
             session->execution = chosen;
-            log_warn("%s is of another execution, this run chooses anew:\n%s", path, why.text);
+            log_warn("%s can not be obeyed, this run chooses anew:\n%s", path, why.text);
         }
     }
     free(path);
@@ -195,7 +204,7 @@ static int obey_frozen(struct resume *resume, struct session *session, struct er
 {
     char *path = memory_format("%s/execution.json", resume->path);
     struct execution before;
-    int status = execution_read(&before, path, err);
+    int status = read_execution(&before, session, path, err);
     free(path);
     resume->failed = status != 0;
     if (status != 0)

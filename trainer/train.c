@@ -431,6 +431,9 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
     }
     if ((resume->path != NULL || resume->followed) && admit_resumed(run, resume, err) != 0)
         return -1;
+    if (resume->path != NULL || resume->followed)
+        log_info("obeying %s/execution.json in what the config leaves open",
+                 resume->path != NULL ? resume->path : run->folder.path);
     run->info = (struct checkpoint_info){.config = config,
                                          .execution = &session->execution,
                                          .sizes = &session->sizes,
