@@ -316,6 +316,88 @@ static void what_is_said_to_fit_fits(void **state)
         }
 }
 
+// A fit of one key in v4 with a limit; the plan it starts from fits or not.
+static struct plan_fit fit_with(struct preset *p, const char *key, size_t limit)
+{
+    struct plan plan;
+    struct plan_fit fit;
+    struct error err = {""};
+    p->input.subject.limit = limit;
+    make(&plan, p);
+    if (plan_fit_key(&fit, &p->input.subject, &p->config, &plan, key, true, &err) != 0)
+        fail_msg("%s", err.text);
+    plan_release(&plan);
+    return fit;
+}
+
+static size_t least_with(struct preset *p, const char *key, int64_t value)
+{
+    p->input.subject.limit = 1; // the thriftiest cut
+    struct plan plan = planned_with(p, key, value);
+    size_t needed = plan.needed;
+    plan_release(&plan);
+    return needed;
+}
+
+// Down from a value that does not fit: the smallest is tried, too, and steps are as fine as they must be.
+static void small_values_are_found(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *key;
+        int64_t least, some, nearly;
+    } keys[] = {{"data.seq_len", 2, 700, 512},
+                {"drafter.layers", 1, 3, 3},
+                {"drafter.block_size", 2, 7, 7}};
+    static const char *const sets[] = {"drafter.layer_types=[]"};
+    for (size_t i = 0; i < sizeof(keys) / sizeof(*keys); i++) {
+        struct preset p;
+        preset_open(&p, "v4.yaml", sets, 1);
+        size_t least = least_with(&p, keys[i].key, keys[i].least);
+        struct plan_fit none = fit_with(&p, keys[i].key, least / 4);
+        assert_true(!none.found && none.bounded && !none.next.fits);
+        assert_true(none.next.needed > least / 4 && none.next.needed <= least);
+        struct plan_fit smallest = fit_with(&p, keys[i].key, least);
+        assert_true(smallest.found && smallest.largest.value >= keys[i].least);
+        size_t limit = least_with(&p, keys[i].key, keys[i].some);
+        struct plan_fit some = fit_with(&p, keys[i].key, limit);
+        assert_true(some.found && some.largest.fits && some.largest.needed <= limit);
+        assert_in_range(some.largest.value, keys[i].nearly, 1 << 20);
+        assert_true(some.next.value > some.largest.value && some.next.needed > limit);
+        preset_close(&p);
+    }
+}
+
+// A value that fits is never answered with a smaller one.
+static void what_fits_is_not_made_smaller(void **state)
+{
+    (void)state;
+    static const char *const sets[] = {"data.seq_len=9000"};
+    struct preset p;
+    preset_open(&p, "v4.yaml", sets, 1);
+    struct plan_fit fit = fit_with(&p, "data.seq_len", least_with(&p, "data.seq_len", 9000));
+    assert_true(fit.found && fit.largest.value >= 9000 && fit.next.value > fit.largest.value);
+    assert_true(fit.largest.value == 9000 || fit.largest.value % fit.granule == 0);
+    preset_close(&p);
+}
+
+static void independence_is_seen_not_guessed(void **state)
+{
+    (void)state;
+    static const char *const sets[] = {"data.prefetch_rows=64"};
+    struct preset p;
+    preset_open(&p, "v4.yaml", NULL, 0);
+    struct plan_fit rows = fit_with(&p, "data.prefetch_rows", 96 * gib);
+    assert_true(rows.independent && rows.host_grows);
+    struct plan_fit readers = fit_with(&p, "data.readers", 96 * gib);
+    assert_true(readers.independent && !readers.host_grows);
+    preset_close(&p);
+    preset_open(&p, "v4.yaml", sets, 1);
+    rows = fit_with(&p, "data.prefetch_rows", 96 * gib);
+    assert_true(rows.found && !rows.independent && !rows.bounded && rows.largest.value == 64);
+    preset_close(&p);
+}
+
 static void layer_types_follow_the_layers(void **state)
 {
     (void)state;
@@ -328,7 +410,7 @@ static void layer_types_follow_the_layers(void **state)
     make(&plan, &p);
     assert_int_equal(plan_fit_key(&fit, &p.input.subject, &p.config, &plan, "layers", false, &err),
                      0);
-    assert_true(fit.found && fit.largest.value > 5);
+    assert_true(fit.found && fit.largest.value > 5 && fit.lists_types);
     assert_int_equal(p.config.drafter.layer_types.count, 5); // the config itself is as it was
     assert_int_equal(
         plan_fit_key(&fit, &p.input.subject, &p.config, &plan, "max_anchors", false, &err), 0);
@@ -536,6 +618,9 @@ int main(void)
         cmocka_unit_test(training_takes_what_was_planned),
         cmocka_unit_test(thriftier_cuts_take_less),
         cmocka_unit_test(what_is_said_to_fit_fits),
+        cmocka_unit_test(small_values_are_found),
+        cmocka_unit_test(what_fits_is_not_made_smaller),
+        cmocka_unit_test(independence_is_seen_not_guessed),
         cmocka_unit_test(layer_types_follow_the_layers),
         cmocka_unit_test(keys_grow_together),
         cmocka_unit_test(bad_questions_are_refused),

@@ -1,5 +1,5 @@
-// Owns the search for values that fit: doubling, then bisection, each step a whole plan. Bytes never fall
-// when a value that is searched for grows.
+// Owns the search for values that fit: doubling, then bisection, each step a whole plan. Over many
+// values bytes are taken not to fall when the value grows; few are all tried. No value is named that was not planned.
 #include "trainer/plan_fit.h"
 
 #include <string.h>
@@ -7,6 +7,8 @@
 #include "base/log.h"
 
 enum { TOGETHER_PARTS = 16 }; // of a factor of 1
+enum { FEW = 64 };            // values, not too many to try each
+enum { FINER = 8 };           // so much smaller a granule when the first is too large
 
 // A config with some values replaced. What it points to is the original's; it is never released.
 struct trial {
@@ -64,10 +66,11 @@ static void trial_pin(struct trial *trial, const struct execution *now)
 static struct fit_try trial_plan(const struct trial *trial, const struct plan_subject *subject,
                                  struct plan_cut *cut)
 {
-    struct plan plan;
+    struct plan plan = {.fits = false};
     struct error err = {""};
     struct fit_try result = {.needed = 0};
-    if (plan_make(&plan, subject, &trial->config, NULL, &err) == 0) {
+    if (config_validate(&trial->config, &err) == 0 &&
+        plan_make(&plan, subject, &trial->config, NULL, &err) == 0) {
         result.needed = plan.needed;
         result.host = plan_host_needed(&plan);
         result.fits = plan.fits;
@@ -85,6 +88,7 @@ struct search {
     const struct config *config;
     const struct plan *now;
     struct config_int_key key;
+    int64_t least, step; // the smallest value, and what all values are multiples of
     struct plan_fit *fit;
 };
 
@@ -118,19 +122,24 @@ static int64_t value_now(const struct plan *now, const struct config_int_key *ke
     return *key->value;
 }
 
-// Steps in which values are looked for.
-static int64_t granule_of(const struct plan *now, const char *key, int64_t value)
+// What values are multiples of: looked for at first, and of necessity.
+static void take_granule(struct search *s)
 {
+    int64_t block = s->now->sizes.block_size, kv = s->now->sizes.kv_heads;
     const struct {
         const char *name;
-        int64_t granule;
-    } granules[] = {{"data.seq_len", 1024},    {"memory.group_rows", now->sizes.block_size},
-                    {"memory.chunk_rows", 64}, {"drafter.num_attention_heads", now->sizes.kv_heads},
-                    {"drafter.head_dim", 8},   {"drafter.intermediate_size", 64}};
+        int64_t granule, step, least;
+    } granules[] = {{"data.seq_len", 1024, 1, 1},    {"memory.group_rows", block, block, block},
+                    {"memory.chunk_rows", 64, 1, 2}, {"drafter.num_attention_heads", kv, kv, kv},
+                    {"drafter.head_dim", 8, 2, 2},   {"drafter.intermediate_size", 64, 1, 1}};
+    s->fit->granule = s->step = 1;
+    s->least = s->key.minimum > 1 ? s->key.minimum : 1; // 0 stands for what is chosen
     for (size_t i = 0; i < sizeof(granules) / sizeof(*granules); i++)
-        if (strcmp(granules[i].name, key) == 0 && value >= granules[i].granule)
-            return granules[i].granule;
-    return 1;
+        if (strcmp(granules[i].name, s->key.name) == 0) {
+            s->step = granules[i].step;
+            s->fit->granule = s->fit->now >= granules[i].granule ? granules[i].granule : s->step;
+            s->least = s->least > granules[i].least ? s->least : granules[i].least;
+        }
 }
 
 static int search_open(struct search *s, const char *name, struct error *err)
@@ -144,7 +153,7 @@ static int search_open(struct search *s, const char *name, struct error *err)
     if (fit->now == CONFIG_UNSET || fit->now < 1)
         return error_set(err, "%s: has no value to start from; give one, as --set %s=...", fit->key,
                          fit->key);
-    fit->granule = granule_of(s->now, fit->key, fit->now);
+    take_granule(s);
     // No row has more block rows than this, so that more change nothing.
     int64_t most = (s->config->data.seq_len - 1) * s->now->sizes.block_size;
     if (strcmp(fit->key, "memory.group_rows") == 0 && s->key.maximum > most)
@@ -152,22 +161,61 @@ static int search_open(struct search *s, const char *name, struct error *err)
     return 0;
 }
 
-// Between low, which fits, and high, which does not, in granules.
+// Between low, which fits, and high, which does not, at multiples of the granule; at those of a smaller
+// one when even the first is too much.
 static void bisect(struct search *s, int64_t low, int64_t high)
 {
     struct plan_fit *fit = s->fit;
-    fit->bounded = true;
-    while (high - low > 1) {
-        int64_t middle = low + (high - low) / 2;
-        if (try_value(s, middle * fit->granule, NULL).fits)
-            low = middle;
-        else
-            high = middle;
+    for (;;) {
+        int64_t a = low / fit->granule, b = (high + fit->granule - 1) / fit->granule;
+        while (b - a > 1) {
+            int64_t middle = a + (b - a) / 2;
+            if (try_value(s, middle * fit->granule, NULL).fits)
+                low = (a = middle) * fit->granule;
+            else
+                high = (b = middle) * fit->granule;
+        }
+        if (low >= fit->granule || fit->granule == s->step)
+            break;
+        fit->granule = fit->granule / FINER > s->step ? fit->granule / FINER : s->step;
     }
-    fit->next = try_value(s, high * fit->granule, NULL);
-    fit->found = low > 0;
-    if (fit->found)
-        fit->largest = try_value(s, low * fit->granule, &fit->cut);
+    fit->found = fit->bounded = true;
+    fit->largest = try_value(s, low, &fit->cut);
+    fit->next = try_value(s, high, NULL);
+}
+
+// From a value that does not fit down to the first that does.
+static void step_down(struct search *s)
+{
+    struct plan_fit *fit = s->fit;
+    struct fit_try before = fit->doubled[0], least = before;
+    for (int64_t value = (fit->now - 1) / s->step * s->step; value >= s->least; value -= s->step) {
+        struct fit_try try = try_value(s, value, &fit->cut);
+        if (try.fits) {
+            fit->found = true;
+            fit->largest = try;
+            fit->next = before;
+            return;
+        }
+        before = try;
+        if (try.needed > 0 && try.needed < least.needed)
+            least = try;
+    }
+    fit->next = least;
+}
+
+// Few values are all tried: memory does not follow each of them evenly.
+static void search_down(struct search *s)
+{
+    struct plan_fit *fit = s->fit;
+    fit->bounded = true;
+    if ((fit->now - s->least) / s->step <= FEW) {
+        step_down(s);
+        return;
+    }
+    fit->next = try_value(s, s->least, NULL);
+    if (fit->next.fits)
+        bisect(s, s->least, fit->now);
 }
 
 static void remember(struct plan_fit *fit, struct fit_try try)
@@ -180,10 +228,10 @@ static void remember(struct plan_fit *fit, struct fit_try try)
 static void search_up(struct search *s)
 {
     struct plan_fit *fit = s->fit;
-    int64_t most = s->key.maximum / fit->granule, low = fit->now / fit->granule;
+    int64_t most = s->key.maximum / s->step * s->step, low = fit->now;
     while (low < most) {
         int64_t high = low > most / 2 ? most : 2 * low;
-        struct fit_try try = try_value(s, high * fit->granule, NULL);
+        struct fit_try try = try_value(s, high, NULL);
         remember(fit, try);
         if (!try.fits) {
             bisect(s, low, high);
@@ -191,9 +239,11 @@ static void search_up(struct search *s)
         }
         low = high;
     }
+    const struct fit_try *first = &fit->doubled[0];
     fit->found = true;
-    fit->largest = try_value(s, low * fit->granule, &fit->cut);
-    fit->independent = fit->largest.needed == fit->doubled[0].needed;
+    fit->largest = try_value(s, low, &fit->cut);
+    fit->independent = fit->doubled_count > 1 && fit->largest.needed == first->needed;
+    fit->host_grows = fit->independent && fit->largest.host != first->host;
 }
 
 int plan_fit_key(struct plan_fit *fit, const struct plan_subject *subject,
@@ -205,13 +255,14 @@ int plan_fit_key(struct plan_fit *fit, const struct plan_subject *subject,
     *fit = (struct plan_fit){.open = open};
     if (search_open(&s, key, err) != 0)
         return -1;
+    fit->lists_types =
+        strcmp(fit->key, "drafter.layers") == 0 && config->drafter.layer_types.count > 0;
     struct fit_try first = try_value(&s, fit->now, NULL);
     remember(fit, first);
     if (first.fits)
         search_up(&s);
     else
-        bisect(&s, (s.key.minimum - 1) / fit->granule,
-               (fit->now + fit->granule - 1) / fit->granule);
+        search_down(&s);
     return 0;
 }
 
@@ -228,6 +279,8 @@ static int64_t scaled(const struct together *t, size_t i, int64_t parts)
 {
     int64_t granule = t->granule[i];
     BUG_UNLESS(granule > 0);
+    if (parts == TOGETHER_PARTS)
+        return t->now[i];
     if ((double)t->now[i] * (double)parts >= (double)t->maximum[i] * TOGETHER_PARTS)
         return t->maximum[i];
     int64_t value = t->now[i] * parts / TOGETHER_PARTS / granule * granule;
@@ -291,7 +344,7 @@ int plan_fit_together(struct plan_fit_together *fit, const struct plan_subject *
         memcpy(fit->key[i], one.key, sizeof(one.key));
         t.now[i] = one.now;
         t.granule[i] = one.granule;
-        t.minimum[i] = s.key.minimum > 0 ? s.key.minimum : 1;
+        t.minimum[i] = s.least;
         t.maximum[i] = s.key.maximum;
     }
     search_factor(&t);

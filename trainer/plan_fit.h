@@ -19,12 +19,15 @@ struct fit_try {
 // Of one key, everything else as the config has it.
 struct plan_fit {
     char key[64];
-    int64_t now, granule;         // values tried are multiples of the granule
-    bool independent;             // memory does not depend on the key
-    bool open;                    // the execution may be cut smaller; else it stays as it is now
-    bool found, bounded;          // some value fits; some value does not
-    struct fit_try largest, next; // that fits, and the next multiple, which does not
-    struct plan_cut cut;          // with `largest`
+    int64_t now, granule;   // values tried besides are multiples of the granule
+    bool independent;       // the device's memory is the same for all values tried
+    bool host_grows;        // and the host's is not
+    bool lists_types;       // another value needs another list drafter.layer_types
+    bool open;              // the execution may be cut smaller; else it stays as it is now
+    bool found, bounded;    // some value fits; some value does not
+    struct fit_try largest; // that fits
+    struct fit_try next;    // the next one tried, too much; of none found the one that needs least
+    struct plan_cut cut;    // with `largest`
     struct fit_try doubled[FIT_TRIES]; // now, and its doubles until one does not fit
     size_t doubled_count;
 };

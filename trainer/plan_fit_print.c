@@ -18,6 +18,18 @@ static void print_doubled(const struct plan_fit *fit, FILE *out)
     fprintf(out, "\n");
 }
 
+static void print_host_growth(const struct plan_fit *fit, FILE *out)
+{
+    char number[PLAN_NUMBER_TEXT], bytes[BYTE_SIZE_TEXT];
+    fprintf(out,
+            "    any value that the host has memory for; the device's does not depend on it\n");
+    fprintf(out, "    on the host");
+    for (size_t i = 0; i < fit->doubled_count; i++)
+        fprintf(out, "%s %s: %s", i > 0 ? "," : "", plan_number(fit->doubled[i].value, number),
+                byte_size_text((double)fit->doubled[i].host, bytes));
+    fprintf(out, "\n");
+}
+
 static void print_cut(const struct plan_cut *e, FILE *out)
 {
     char group[PLAN_NUMBER_TEXT], chunk[PLAN_NUMBER_TEXT];
@@ -30,22 +42,30 @@ static void print_fit(const struct plan_fit *fit, size_t device_memory, FILE *ou
     char number[PLAN_NUMBER_TEXT], bytes[BYTE_SIZE_TEXT], host[BYTE_SIZE_TEXT];
     fprintf(out, "  %s, %s\n", fit->key,
             fit->open ? "cut as small as it takes" : "the step cut as it is now");
-    if (fit->independent) {
+    if (fit->lists_types)
+        fprintf(out, "    with as many drafter.layer_types, whose list has to change, too\n");
+    if (fit->independent && !fit->host_grows) {
         fprintf(out, "    any value: memory does not depend on it\n");
+        return;
+    }
+    if (fit->host_grows) {
+        print_host_growth(fit, out);
         return;
     }
     if (fit->doubled_count > 1)
         print_doubled(fit, out);
     if (!fit->found) {
-        fprintf(out, "    no value fits; %s needs %s\n", plan_number(fit->next.value, number),
-                byte_size_text((double)fit->next.needed, bytes));
+        fprintf(out, "    no value fits; %s, which takes least, needs %s: %s too much\n",
+                plan_number(fit->next.value, number),
+                byte_size_text((double)fit->next.needed, bytes),
+                byte_size_text((double)fit->next.needed - (double)device_memory, host));
         return;
     }
     fprintf(out, "    %s fits: %s, and %s on the host\n", plan_number(fit->largest.value, number),
             byte_size_text((double)fit->largest.needed, bytes),
             byte_size_text((double)fit->largest.host, host));
     if (!fit->bounded)
-        fprintf(out, "    and is the largest there can be\n");
+        fprintf(out, "    and is the largest that the key can have\n");
     else if (fit->next.needed == 0)
         fprintf(out, "    %s is not a possible value\n", plan_number(fit->next.value, number));
     else
@@ -102,7 +122,8 @@ void plan_fit_json(const struct plan_fit *fits, size_t count,
         cJSON_AddStringToObject(object, "key", fit->key);
         cJSON_AddStringToObject(object, "cut", fit->open ? "as_small_as_it_takes" : "as_now");
         json_add_int(object, "now", fit->now);
-        cJSON_AddBoolToObject(object, "independent", fit->independent);
+        cJSON_AddBoolToObject(object, "independent", fit->independent && !fit->host_grows);
+        cJSON_AddBoolToObject(object, "changes_layer_types", fit->lists_types);
         if (fit->found) {
             json_add_int(object, "largest", fit->largest.value);
             json_add_int(object, "largest_needed", (int64_t)fit->largest.needed);
