@@ -574,10 +574,23 @@ static void open_cuts_become_smaller(void **state)
                                  "--set", "memory.limit=1kB", NULL),
                      2);
     run_must_say(&fixture, "scored", "this run needs");
+    assert_false(run_says(&fixture, "scored", "drafter.layers"));
+    assert_false(run_says(&fixture, "scored", "data.seq_len"));
     run_fixture_close(&fixture);
 }
 
-// A run that began with plenty resumes with less only when its cut may change.
+static int count_words(const struct run_fixture *fixture, const char *name, const char *words)
+{
+    char *text = program_text(run_path(fixture, "%s.out", name));
+    int count = 0;
+    for (const char *at = text; (at = strstr(at, words)) != NULL; at++)
+        count++;
+    free(text);
+    return count;
+}
+
+// A run that began with plenty resumes with less only when its cut may change. What is not used is not
+// said, and that results change is said once.
 static void a_frozen_cut_is_not_changed_unasked(void **state)
 {
     (void)state;
@@ -589,10 +602,54 @@ static void a_frozen_cut_is_not_changed_unasked(void **state)
     assert_int_equal(run_train(&fixture, "run", "--set", "run.max_steps=4", "--set", limit, NULL),
                      2);
     run_must_say(&fixture, "run", "--replan lets it be cut smaller");
+    assert_false(run_says(&fixture, "run", "so that"));
+    assert_false(run_says(&fixture, "run", "data.seq_len"));
+    assert_false(run_says(&fixture, "run", "drafter.layers"));
     assert_int_equal(
         run_train(&fixture, "run", "--set", "run.max_steps=4", "--set", limit, "--replan", NULL),
         0);
     assert_int_equal(program_checkpoint(run_path(&fixture, "run")), 4);
+    assert_int_equal(count_words(&fixture, "run", "so that"), 1);
+    assert_int_equal(count_words(&fixture, "run", "not bitwise the same"), 1);
+    assert_int_equal(
+        run_train(&fixture, "run", "--set", "memory.limit=1kB", "--set", "run.max_steps=6", NULL),
+        2);
+    run_must_say(&fixture, "run", "nothing near fits");
+    run_must_say(&fixture, "run", "need a new run");
+    run_fixture_close(&fixture);
+}
+
+// An execution.json without a checkpoint binds nobody: with less memory the run chooses anew.
+static void nothing_to_continue_is_cut_anew(void **state)
+{
+    (void)state;
+    struct run_fixture fixture;
+    run_fixture_open(&fixture);
+    run_fixture_set(&fixture, "run.max_steps=1");
+    const char *limit = limit_of(&fixture, needed_by(&fixture, NULL) - 100000);
+    assert_int_equal(run_train(&fixture, "run", NULL), 0);
+    assert_int_equal(rename(run_checkpoint(&fixture, "run", 1), run_path(&fixture, "away")), 0);
+    assert_int_equal(run_train(&fixture, "run", "--set", limit, NULL), 0);
+    run_must_say(&fixture, "run", "run/execution.json can not be obeyed, this run chooses anew");
+    run_must_say(&fixture, "run", "so that");
+    assert_int_equal(program_checkpoint(run_path(&fixture, "run")), 1);
+    run_fixture_close(&fixture);
+}
+
+// More or fewer layers need another list of types, which --set of the layers alone does not give.
+static void listed_layers_are_offered_with_their_list(void **state)
+{
+    (void)state;
+    struct run_fixture fixture;
+    run_fixture_open(&fixture);
+    run_fixture_set(&fixture, "drafter.layer_types=[full_attention,full_attention]");
+    run_fixture_set(&fixture, "memory.recompute=layer");
+    run_fixture_set(&fixture, "memory.group_rows=8");
+    run_fixture_set(&fixture, "memory.chunk_rows=2");
+    const char *limit = limit_of(&fixture, needed_by(&fixture, NULL) - 3000);
+    assert_int_equal(run_train(&fixture, "listed", "--set", limit, NULL), 2);
+    run_must_say(&fixture, "listed", "drafter.layers=1 with a list drafter.layer_types of as many");
+    assert_false(run_says(&fixture, "listed", "--set drafter.layers"));
     run_fixture_close(&fixture);
 }
 
@@ -628,6 +685,8 @@ int main(void)
         cmocka_unit_test(a_run_that_does_not_fit_is_refused),
         cmocka_unit_test(open_cuts_become_smaller),
         cmocka_unit_test(a_frozen_cut_is_not_changed_unasked),
+        cmocka_unit_test(nothing_to_continue_is_cut_anew),
+        cmocka_unit_test(listed_layers_are_offered_with_their_list),
     };
     return cmocka_run_group_tests(tests, open_folder, close_folder);
 }

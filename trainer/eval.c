@@ -109,7 +109,7 @@ int command_eval(const struct options *options)
         goto out;
     status = EXIT_REFUSED;
     if (resume_check_drafter(options->checkpoint, &session, &err) != 0 ||
-        plan_admit(&session, false, false, NULL, &err) != 0)
+        plan_admit(&session, ADMIT_SCORING, NULL, &err) != 0)
         goto out;
     status = EXIT_FAILED;
     if (load_weights(&session, options, &step, &err) == 0 &&

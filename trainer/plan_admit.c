@@ -50,14 +50,22 @@ struct refusal {
     const struct plan_subject *subject;
     const struct config *config;
     const struct plan *plan;
-    struct error *err;
+    enum plan_admission how;
+    struct error offers;
     int lines; // of values that fit
 };
+
+// A run that continues may only be cut otherwise when it is told so.
+static const char *with(const struct refusal *r)
+{
+    return r->how == ADMIT_FROZEN || r->how == ADMIT_REPLANNED ? "--replan " : "";
+}
 
 static void offer(struct refusal *r, const char *sets, size_t needed, const char *price)
 {
     char bytes[BYTE_SIZE_TEXT];
-    error_add(r->err, "  --set %s needs %s%s", sets, byte_size_text((double)needed, bytes), price);
+    error_add(&r->offers, "  %s%s needs %s%s", with(r), sets, byte_size_text((double)needed, bytes),
+              price);
     r->lines++;
 }
 
@@ -76,15 +84,25 @@ static size_t offer_memory(struct refusal *r, const struct memory_config *memory
     return needed;
 }
 
+// The largest value that fits; of none how far the one that takes least is away.
 static void offer_largest(struct refusal *r, const char *key, const char *price)
 {
     struct plan_fit fit;
     struct error err = {""};
-    char sets[96];
-    if (plan_fit_key(&fit, r->subject, r->config, r->plan, key, true, &err) != 0 || !fit.found)
+    char sets[128], need[BYTE_SIZE_TEXT], gap[BYTE_SIZE_TEXT];
+    if (plan_fit_key(&fit, r->subject, r->config, r->plan, key, true, &err) != 0)
         return;
-    snprintf(sets, sizeof(sets), "%s=%lld", key, (long long)fit.largest.value);
-    offer(r, sets, fit.largest.needed, price);
+    if (fit.found) {
+        snprintf(sets, sizeof(sets),
+                 fit.lists_types ? "%s=%lld with a list drafter.layer_types of as many"
+                                 : "--set %s=%lld",
+                 key, (long long)fit.largest.value);
+        offer(r, sets, fit.largest.needed, price);
+    } else if (fit.next.needed > r->subject->limit) {
+        error_add(&r->offers, "  no %s: %lld still needs %s, %s too much", key,
+                  (long long)fit.next.value, byte_size_text((double)fit.next.needed, need),
+                  byte_size_text((double)(fit.next.needed - r->subject->limit), gap));
+    }
 }
 
 // Keys that cost only time, each alone, then all of them.
@@ -100,18 +118,18 @@ static void offer_cuts(struct refusal *r)
         offer_largest(r, "memory.chunk_rows", slower);
     if (given.recompute == RECOMPUTE_NONE || given.recompute == RECOMPUTE_CHEAP) {
         memory.recompute = RECOMPUTE_LAYER;
-        offer_memory(r, &memory, "memory.recompute=layer", slower);
+        offer_memory(r, &memory, "--set memory.recompute=layer", slower);
         memory = given;
     }
     if (halves) {
         memory.logits = LOGITS_BF16;
-        offer_memory(r, &memory, "memory.logits=bf16", ", and less exact gradients");
+        offer_memory(r, &memory, "--set memory.logits=bf16", ", and less exact gradients");
         memory = given;
     }
     if (r->lines > 0)
         return;
     static const char open[] =
-        "memory.group_rows=0 --set memory.chunk_rows=0 --set memory.recompute=auto";
+        "--set memory.group_rows=0 --set memory.chunk_rows=0 --set memory.recompute=auto";
     char sets[160], bytes[BYTE_SIZE_TEXT];
     memory.group_rows = memory.chunk_rows = 0;
     memory.recompute = RECOMPUTE_AUTO;
@@ -122,14 +140,47 @@ static void offer_cuts(struct refusal *r)
         needed = offer_memory(r, &memory, sets, ", a longer step and less exact gradients");
     }
     if (r->lines == 0)
-        error_add(r->err, "  none of memory.*: all of them together still need %s",
+        error_add(&r->offers, "  none of memory.*: all of them together still need %s",
                   byte_size_text((double)needed, bytes));
 }
 
-static int refuse(const struct plan_subject *subject, const struct config *config,
-                  const struct plan *plan, bool frozen, struct error *err)
+static void offer_replan(struct refusal *r)
 {
-    struct refusal r = {.subject = subject, .config = config, .plan = plan, .err = err};
+    struct plan plan;
+    struct error err = {""};
+    char bytes[BYTE_SIZE_TEXT];
+    if (plan_make(&plan, r->subject, r->config, NULL, &err) == 0 && plan.fits) {
+        error_add(&r->offers,
+                  "  --replan lets it be cut smaller: %s; the continued run is then not bitwise "
+                  "the same",
+                  byte_size_text((double)plan.needed, bytes));
+        r->lines++;
+    }
+    plan_release(&plan);
+}
+
+static int add_offers(struct refusal *r, struct error *err)
+{
+    bool resumes = r->how == ADMIT_FROZEN || r->how == ADMIT_REPLANNED;
+    if (r->how == ADMIT_FROZEN)
+        offer_replan(r);
+    if (r->lines == 0)
+        offer_cuts(r);
+    if (r->how == ADMIT_NEW) {
+        offer_largest(r, "data.seq_len", ", and documents are cut at it");
+        offer_largest(r, "drafter.layers", ", and another drafter");
+    }
+    error_add(err, "%s\n%s",
+              r->lines > 0 ? "nearest that fit:" : "nothing near fits:", r->offers.text);
+    if (resumes && r->lines == 0)
+        error_add(err, "a smaller data.seq_len or fewer drafter.layers need a new run");
+    return r->how == ADMIT_NEW ? error_add(err, "dtrain plan --fit looks further") : -1;
+}
+
+static int refuse(const struct plan_subject *subject, const struct config *config,
+                  const struct plan *plan, enum plan_admission how, struct error *err)
+{
+    struct refusal r = {.subject = subject, .config = config, .plan = plan, .how = how};
     char need[BYTE_SIZE_TEXT], have[BYTE_SIZE_TEXT], parts[1024];
     bool cpu = strcmp(plan->execution.device, "cpu") == 0;
     plan_summary(plan, subject->ranks, parts, sizeof(parts));
@@ -141,15 +192,9 @@ static int refuse(const struct plan_subject *subject, const struct config *confi
     error_add(err, "  with group_rows %lld, chunk_rows %lld, recompute %s, logits %s%s",
               (long long)plan->execution.group_rows, (long long)plan->execution.chunk_rows,
               plan->execution.recompute, plan->execution.logits,
-              frozen ? ", as its first start chose" : ": the least that the config leaves open");
-    if (frozen)
-        return error_add(err, "  --replan lets it be cut smaller; the continued run is then not "
-                              "bitwise the same");
-    error_add(err, "nearest that fit:");
-    offer_cuts(&r);
-    offer_largest(&r, "data.seq_len", ", and documents are cut at it");
-    offer_largest(&r, "drafter.layers", ", and another drafter");
-    return error_add(err, "dtrain plan --fit looks further");
+              how == ADMIT_FROZEN ? ", as its first start chose"
+                                  : ": the least that the config leaves open");
+    return add_offers(&r, err);
 }
 
 // Beside a GPU, the host's part is memory of its own, most of it pinned.
@@ -196,15 +241,15 @@ static void log_cut(const struct plan *plan)
              byte_size_text((double)plan->needed, need));
 }
 
-int plan_admit(struct session *session, bool training, bool frozen, size_t *planned,
-               struct error *err)
+int plan_admit(struct session *session, enum plan_admission how, size_t *planned, struct error *err)
 {
     struct plan plan;
-    struct plan_subject subject = subject_of(session, training);
+    bool frozen = how == ADMIT_FROZEN;
+    struct plan_subject subject = subject_of(session, how != ADMIT_SCORING);
     int status =
         plan_make(&plan, &subject, session->config, frozen ? &session->execution : NULL, err);
     if (status == 0 && !plan.fits)
-        status = refuse(&subject, session->config, &plan, frozen, err);
+        status = refuse(&subject, session->config, &plan, how, err);
     if (status == 0)
         status = check_host(&plan, err);
     if (status == 0 && !frozen)

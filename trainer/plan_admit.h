@@ -4,10 +4,18 @@
 
 #include "trainer/plan.h"
 
-// Chooses what the config leaves open so that the session's run fits, and puts it into its execution;
-// frozen: the execution stays as it is. -1: it does not fit; err has the plan by group and the nearest
-// values that do. training false: for scoring only. *planned: bytes that it will take; may be NULL.
-int plan_admit(struct session *session, bool training, bool frozen, size_t *planned,
+// For what memory is asked: it decides what may still be chosen, and what a refusal can offer.
+enum plan_admission {
+    ADMIT_NEW,       // a run from its beginning: every key may change
+    ADMIT_FROZEN,    // as its first start chose: the session's execution stays as it is
+    ADMIT_REPLANNED, // a run that continues, cut anew: only memory.* may change
+    ADMIT_SCORING,   // a checkpoint is scored: only memory.* may change
+};
+
+// Chooses what the config leaves open so that the session's run fits, and puts it into its execution.
+// -1: it does not fit; err has the plan by group and the nearest values that do. *planned: bytes that it
+// will take; may be NULL.
+int plan_admit(struct session *session, enum plan_admission how, size_t *planned,
                struct error *err);
 
 #endif

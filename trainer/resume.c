@@ -12,10 +12,26 @@
 #include "trainer/files.h"
 #include "trainer/json_text.h"
 
+// A checkpoint that was named, not left to be found.
+static bool names_checkpoint(const struct resume *resume)
+{
+    return resume->choice != NULL && strcmp(resume->choice, "auto") != 0 &&
+           strcmp(resume->choice, "none") != 0;
+}
+
+bool resume_likely(const struct resume *resume, const char *run_dir)
+{
+    char *checkpoints = memory_format("%s/checkpoints", run_dir);
+    char *execution = memory_format("%s/execution.json", run_dir);
+    bool likely = names_checkpoint(resume) || files_exists(checkpoints) || files_exists(execution);
+    free(execution);
+    free(checkpoints);
+    return likely;
+}
+
 static int find_path(struct resume *resume, const struct run_folder *folder, struct error *err)
 {
-    if (resume->choice != NULL && strcmp(resume->choice, "auto") != 0 &&
-        strcmp(resume->choice, "none") != 0) {
+    if (names_checkpoint(resume)) {
         resume->path = memory_strdup(resume->choice);
         return 0;
     }
@@ -214,6 +230,7 @@ static int obey_frozen(struct resume *resume, struct session *session, struct er
             log_warn(
                 "--replan: GEMM algorithms are those of a fresh run; results may differ in bits");
             session->execution.gemm.count = 0;
+            resume->warned = true;
         }
         return 0;
     }
@@ -221,6 +238,7 @@ static int obey_frozen(struct resume *resume, struct session *session, struct er
         log_warn(
             "resuming with another execution (--replan); results are not bitwise the same:\n%s",
             err->text);
+        resume->warned = true;
         err->text[0] = '\0';
         return 0;
     }

@@ -10,9 +10,13 @@ struct resume {
     bool replan;        // accept another execution
     char *path;         // the checkpoint; NULL: start from the beginning
     bool followed;      // no checkpoint, but the run folder's execution.json is obeyed
+    bool warned;        // that results are not bitwise the same
     bool failed;        // a fault of the checkpoint (status 1), not of config or data (status 2)
 };
 
+// Whether there may be something to continue or to obey: a checkpoint is named, or the run folder has
+// held a run. Nothing is opened.
+bool resume_likely(const struct resume *resume, const char *run_dir);
 // Finds the checkpoint and compares config and execution with what it was made with. On resume, or
 // where the run folder holds an execution.json that fits, session->execution becomes the frozen one.
 // Writes nothing.

@@ -395,7 +395,7 @@ int command_trace(const struct options *options)
     if (session_config(&trace.config, options->config, options->sets, options->set_count,
                        SESSION_TRAIN, &err) != 0 ||
         session_open(&trace.session, &trace.config, SESSION_TRAIN, &err) != 0 ||
-        plan_admit(&trace.session, true, false, NULL, &err) != 0)
+        plan_admit(&trace.session, ADMIT_NEW, NULL, &err) != 0)
         goto out;
     status = run_trace(&trace, options, &err) == 0 ? EXIT_DONE : EXIT_FAILED;
 out:

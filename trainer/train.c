@@ -408,16 +408,41 @@ static int load_state(struct run *run, struct resume *resume, int *status, struc
     return 0;
 }
 
-// A resumed run is cut as its first start chose, which may be too large for the memory of today.
-static int admit_resumed(struct run *run, const struct resume *resume, struct error *err)
+// What was chosen before and the memory of today: a run that continues keeps its cut or is refused, one
+// that has nothing to continue is cut anew.
+static int admit_obeying(struct run *run, struct resume *resume, struct error *err)
 {
-    struct error frozen = {""};
-    if (plan_admit(&run->session, true, true, &run->planned_bytes, &frozen) == 0)
+    struct error why = {""};
+    struct session *session = &run->session;
+    const char *folder = resume->path != NULL ? resume->path : run->folder.path;
+    if (plan_admit(session, ADMIT_FROZEN, &run->planned_bytes, &why) == 0) {
+        log_info("obeying %s/execution.json in what the config leaves open", folder);
         return 0;
-    if (resume->replan)
-        return plan_admit(&run->session, true, false, &run->planned_bytes, err);
-    *err = frozen;
-    return -1;
+    }
+    if (resume->path == NULL) {
+        log_warn("%s/execution.json can not be obeyed, this run chooses anew:\n%.*s", folder,
+                 (int)strcspn(why.text, "\n"), why.text);
+        return plan_admit(session, ADMIT_NEW, &run->planned_bytes, err);
+    }
+    if (!resume->replan) {
+        *err = why;
+        return -1;
+    }
+    if (plan_admit(session, ADMIT_REPLANNED, &run->planned_bytes, err) != 0)
+        return -1;
+    if (!resume->warned)
+        log_warn("--replan: the step is cut smaller than at the first start; results are not "
+                 "bitwise the same");
+    return 0;
+}
+
+static int admit(struct run *run, struct resume *resume, struct error *err)
+{
+    if (resume->path != NULL || resume->followed)
+        return admit_obeying(run, resume, err);
+    if (run->planned_bytes > 0)
+        return 0; // before the folder was made
+    return plan_admit(&run->session, ADMIT_NEW, &run->planned_bytes, err);
 }
 
 // Where the run begins, once its folder is open. *status as in open_run.
@@ -429,11 +454,8 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
         *status = resume->failed ? EXIT_FAILED : EXIT_REFUSED;
         return -1;
     }
-    if ((resume->path != NULL || resume->followed) && admit_resumed(run, resume, err) != 0)
+    if (admit(run, resume, err) != 0)
         return -1;
-    if (resume->path != NULL || resume->followed)
-        log_info("obeying %s/execution.json in what the config leaves open",
-                 resume->path != NULL ? resume->path : run->folder.path);
     run->info = (struct checkpoint_info){.config = config,
                                          .execution = &session->execution,
                                          .sizes = &session->sizes,
@@ -483,11 +505,13 @@ static int open_run(struct run *run, int *status, struct error *err)
         return -1;
     run->times.session = timer_now();
     run->begin_bytes = (size_t)peak_memory(run);
-    if (plan_admit(session, true, false, &run->planned_bytes, err) != 0)
+    struct resume resume = {.choice = options->resume, .replan = options->replan};
+    // A new run that does not fit leaves no folder behind.
+    if (!resume_likely(&resume, config->run.dir) &&
+        plan_admit(session, ADMIT_NEW, &run->planned_bytes, err) != 0)
         return -1;
     if (run_folder_open(&run->folder, config->run.dir, err) != 0)
         return -1;
-    struct resume resume = {.choice = options->resume, .replan = options->replan};
     int result = start_run(run, &resume, status, err);
     resume_release(&resume);
     return result;
