@@ -514,6 +514,33 @@ static void sizes_of_any_target_are_enough(void **state)
     free(out);
 }
 
+// A run obeys memory.limit whatever the device has, so the smaller of both counts.
+static void the_smaller_memory_counts(void **state)
+{
+    char *out = fixture_path(*state, "smaller.out");
+    static const struct {
+        const char *device, *limit, *says;
+        int status;
+    } cases[] = {{"96GiB", "memory.limit=20GiB", " of 20.00 GiB (memory.limit), ", 1},
+                 {"20GiB", "memory.limit=96GiB", " of 20.00 GiB (--device-memory), ", 1},
+                 {"96GiB", "memory.limit=90GiB", " of 90.00 GiB (memory.limit), ", 0}};
+    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+        const char *words[] = {"plan",
+                               "--config",
+                               V4,
+                               "--set",
+                               "run.device=cuda",
+                               "--device-memory",
+                               cases[i].device,
+                               "--set",
+                               cases[i].limit,
+                               NULL};
+        assert_int_equal(program_run(out, words), cases[i].status);
+        assert_true(program_says(out, cases[i].says));
+    }
+    free(out);
+}
+
 // ---- runs ----------------------------------------------------------------------------------------
 
 static int64_t needed_by(struct run_fixture *fixture, const char *set)
@@ -682,6 +709,7 @@ int main(void)
         cmocka_unit_test(keys_grow_together),
         cmocka_unit_test(bad_questions_are_refused),
         cmocka_unit_test(sizes_of_any_target_are_enough),
+        cmocka_unit_test(the_smaller_memory_counts),
         cmocka_unit_test(a_run_that_does_not_fit_is_refused),
         cmocka_unit_test(open_cuts_become_smaller),
         cmocka_unit_test(a_frozen_cut_is_not_changed_unasked),

@@ -17,24 +17,30 @@ struct plan_run {
     struct plan plan;
     struct plan_work work;
     size_t device_memory; // 0: not known
+    const char *memory_from;
     double tflops;
     char *keys[FIT_KEYS]; // of --vary
     size_t key_count;
 };
 
+// A run takes no more than memory.limit of the device that it is given; the smaller counts here, too.
 static int take_memory(struct plan_run *run, struct error *err)
 {
-    uint64_t bytes = 0;
+    uint64_t bytes = 0, limit = 0;
     size_t left = 0, total = 0;
     const char *text = run->options->device_memory;
     const struct backend *backend = run->input.subject.backend;
     if (text != NULL && (byte_size_parse(text, &bytes) != 0 || bytes == 0))
         return error_set(err, "--device-memory: %s is not a number of bytes; say 96GiB", text);
-    if (text == NULL && run->config.memory.limit != NULL)
-        byte_size_parse(run->config.memory.limit, &bytes);
-    else if (text == NULL && run->input.device == PLAN_DEVICE_HERE) {
+    run->memory_from = text != NULL ? "--device-memory" : "the device here";
+    if (text == NULL && run->input.device == PLAN_DEVICE_HERE) {
         backend->memory(&left, &total);
         bytes = total;
+    }
+    if (run->config.memory.limit != NULL &&
+        byte_size_parse(run->config.memory.limit, &limit) == 0 && (bytes == 0 || limit < bytes)) {
+        run->memory_from = "memory.limit";
+        bytes = limit;
     }
     run->device_memory = (size_t)bytes;
     run->input.subject.limit = (size_t)bytes;
@@ -82,8 +88,8 @@ static int open_plan(struct plan_run *run, struct error *err)
     log_configure((enum log_level)run->config.log.level, 0);
     if (config_warnings(&run->config, &warnings) > 0)
         log_warn("%s", warnings.text);
-    bool look = o->device_memory == NULL && run->config.memory.limit == NULL;
-    if (plan_input_open(&run->input, &run->config, o->target_config, look, err) != 0 ||
+    if (plan_input_open(&run->input, &run->config, o->target_config, o->device_memory == NULL,
+                        err) != 0 ||
         take_memory(run, err) != 0 || take_numbers(run, err) != 0 || take_keys(run, err) != 0)
         return -1;
     if (o->fit && run->device_memory == 0)
@@ -125,6 +131,7 @@ static int report(struct plan_run *run, struct error *err)
                                   .plan = &run->plan,
                                   .work = &run->work,
                                   .device_memory = run->device_memory,
+                                  .memory_from = run->memory_from,
                                   .tflops = run->tflops};
     cJSON *root = run->options->json ? plan_json(&r) : NULL;
     int status = 0;

@@ -137,6 +137,7 @@ cJSON *plan_json(const struct plan_report *r)
     json_add_int(root, "for_ranks", r->input->subject.ranks);
     if (r->device_memory > 0) {
         json_add_int(root, "device_memory", (int64_t)r->device_memory);
+        cJSON_AddStringToObject(root, "device_memory_from", r->memory_from);
         cJSON_AddBoolToObject(root, "fits", r->plan->fits);
     }
     add_model(root, r);

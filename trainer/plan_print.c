@@ -234,8 +234,9 @@ static void print_verdict(const struct plan_report *r, FILE *out)
     if (r->input->subject.ranks > 1)
         snprintf(ranks, sizeof(ranks), " on each of %lld ranks",
                  (long long)r->input->subject.ranks);
-    fprintf(out, "\n%s%s: %s of %s, %s %s\n", r->plan->fits ? "fits" : "does not fit", ranks, need,
-            have, gap, r->plan->fits ? "to spare" : "too much; --fit finds what does");
+    fprintf(out, "\n%s%s: %s of %s (%s), %s %s\n", r->plan->fits ? "fits" : "does not fit", ranks,
+            need, have, r->memory_from, gap,
+            r->plan->fits ? "to spare" : "too much; --fit finds what does");
 }
 
 void plan_print(const struct plan_report *r, FILE *out)

@@ -13,7 +13,8 @@ struct plan_report {
     const struct plan_input *input;
     const struct plan *plan;
     const struct plan_work *work;
-    size_t device_memory; // of one device; 0: not known
+    size_t device_memory;    // of one device; 0: not known
+    const char *memory_from; // what says so
     double tflops;
 };
 
