@@ -298,7 +298,9 @@ static void empty_steps_change_nothing(void **state)
     must_be_near(state_number("empty", RUN_STEPS, "skipped_empty"), RUN_STEPS, 0.0,
                  "skipped_empty");
     must_be_near(state_number("empty", RUN_STEPS, "applied"), 0.0, 0.0, "applied");
-    run_must_say(&fixture, "empty", "nothing supervised in its");
+    run_must_say(&fixture, "empty", "no valid anchor in its");
+    run_must_say(&fixture, "empty", "nothing was learnt in");
+    run_must_say(&fixture, "empty", "train.h5. A valid anchor is");
 }
 
 // ---- validation ----------------------------------------------------------------------------------
@@ -335,8 +337,15 @@ static void validation_with_nothing_to_score(void **state)
         .seed = 8, .layers = 3, .documents = 3, .lengths = lengths, .crc = true};
     fixture_shard(run_path(&fixture, "val.h5"), &options);
     set_all((const char *const[]){"anchors.tail=whole", "data.val=[val.h5]", "validation.every=4",
-                                  NULL});
+                                  "validation.patience=2", NULL});
     assert_int_equal(run_train(&fixture, "nothing", NULL), 0);
+    assert_int_equal(program_step(run_path(&fixture, "nothing")), RUN_STEPS);
+    char *said = program_text(run_path(&fixture, "nothing.out"));
+    char *warning = strstr(said, "no valid anchor in the validation rows");
+    assert_non_null(warning);
+    assert_null(strstr(warning + 1, "no valid anchor in the validation rows"));
+    assert_null(strstr(said, "nothing was learnt"));
+    free(said);
     cJSON *metrics = program_metrics(run_path(&fixture, "nothing"));
     const cJSON *line = program_line(metrics, 4, "val_loss");
     assert_non_null(line);

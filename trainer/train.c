@@ -47,7 +47,8 @@ struct run {
     double peak_bytes; // of device memory
     // of device memory: in use when the run began (a GPU's context, other processes), and planned
     size_t begin_bytes, planned_bytes;
-    int64_t saved_step; // newest step handed to the writer
+    bool warned_validation; // that it has nothing to score
+    int64_t saved_step;     // newest step handed to the writer
     uint64_t step_docs[NAMED_DOCUMENTS];
     int64_t step_doc_count;
     double wait_seconds, read_seconds, read_bytes, save_seconds; // of the running step
@@ -198,6 +199,33 @@ static void name_nonfinite(const struct run *run, const struct step_outcome *out
              run->step_doc_count > NAMED_DOCUMENTS ? " ..." : "");
 }
 
+// What a step had none of, when it had no weight.
+static const char *nothing_of(const struct metrics *metrics)
+{
+    if (metrics->supervised == 0.0)
+        return "nothing supervised";
+    return metrics->valid_anchors == 0.0 ? "no valid anchor" : "no slot of nonzero weight";
+}
+
+// Anchors depend on masks and lengths, which later epochs do not change.
+static void warn_nothing_learnt(const struct run *run)
+{
+    const struct counters *c = &run->counters;
+    const struct config_texts *shards = &run->config.data.train;
+    bool first_epoch_ends = c->epoch == 1 && c->row == 0;
+    bool run_ends = c->epoch == 0 && c->step == run->steps.total;
+    if (c->skipped_empty < c->step || !(first_epoch_ends || run_ends))
+        return;
+    log_warn(
+        "nothing was learnt in %lld steps: not one had a block to train on, in %s%s%s. A valid "
+        "anchor is a supervised token (loss_mask) that another one follows in the same "
+        "document%s; look with: dtrain data stats FILE...",
+        (long long)c->step, shards->items[0], shards->count > 1 ? " to " : "",
+        shards->count > 1 ? shards->items[shards->count - 1] : "",
+        run->config.anchors.tail == TAIL_WHOLE ? ", and with anchors.tail whole a whole block"
+                                               : "");
+}
+
 // Moves the counters over a step that ran to its end.
 static void count_step(struct run *run, int64_t rows, const struct step_outcome *outcome)
 {
@@ -267,9 +295,10 @@ static int run_step(struct run *run, struct error *err)
     if (outcome.nonfinite)
         name_nonfinite(run, &outcome);
     if (outcome.empty)
-        log_warn("step %lld: nothing supervised in its %lld rows; the weights stay as they are",
-                 (long long)c->step + 1, (long long)rows);
+        log_warn("step %lld: %s in its %lld rows; the weights stay as they are",
+                 (long long)c->step + 1, nothing_of(&run->step.metrics), (long long)rows);
     count_step(run, rows, &outcome);
+    warn_nothing_learnt(run);
     if (report_step(run, &outcome, epoch, lr, timer_now() - start, err) != 0)
         return -1;
     if (outcome.nonfinite && c->nonfinite_in_a_row > run->config.run.max_nonfinite)
@@ -305,13 +334,19 @@ static int validate(struct run *run, bool *best, struct error *err)
     if (status != 0)
         return status;
     double accept_len = walk_accept_len(&walk);
-    *best = c->step > 0 && accept_len > c->best_accept_len_walk;
+    bool scored = walk.blocks > 0.0; // else it says nothing about the weights
+    *best = c->step > 0 && scored && accept_len > c->best_accept_len_walk;
     if (*best) {
         c->best_accept_len_walk = accept_len;
         c->best_step = c->step;
         c->validations_without_better = 0;
-    } else if (c->step > 0) {
+    } else if (c->step > 0 && scored) {
         c->validations_without_better++;
+    }
+    if (!scored && !run->warned_validation) {
+        log_warn("no valid anchor in the validation rows of data.val: there is no accept_len_walk, "
+                 "no best checkpoint, and validation.patience does not count");
+        run->warned_validation = true;
     }
     c->last_validation = c->step;
     struct validation_report report = {.step = c->step,
