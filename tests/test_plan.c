@@ -560,6 +560,23 @@ static const char *limit_of(const struct run_fixture *fixture, int64_t bytes)
     return strstr(run_path(fixture, "memory.limit=%lld", (long long)bytes), "memory.limit");
 }
 
+// Shards that are there are planned with; patterns without any are named.
+static void shards_that_are_there_are_used(void **state)
+{
+    (void)state;
+    struct run_fixture fixture;
+    run_fixture_open(&fixture);
+    assert_int_equal(run_command(&fixture, "some", true, "plan", "--set",
+                                 "data.train=[none-*.h5, train.h5, gone.h5]", NULL),
+                     0);
+    run_must_say(&fixture, "some", "from 1 shard of data.train");
+    run_must_say(&fixture, "some", "left out: --set data.train: no file matches");
+    run_must_say(&fixture, "some", "none-*.h5");
+    run_must_say(&fixture, "some", "gone.h5: No such file");
+    assert_false(run_says(&fixture, "some", "no shards yet"));
+    run_fixture_close(&fixture);
+}
+
 // What a run that does not fit says is tried: with the first value it names the run fits.
 static void a_run_that_does_not_fit_is_refused(void **state)
 {
@@ -710,6 +727,7 @@ int main(void)
         cmocka_unit_test(bad_questions_are_refused),
         cmocka_unit_test(sizes_of_any_target_are_enough),
         cmocka_unit_test(the_smaller_memory_counts),
+        cmocka_unit_test(shards_that_are_there_are_used),
         cmocka_unit_test(a_run_that_does_not_fit_is_refused),
         cmocka_unit_test(open_cuts_become_smaller),
         cmocka_unit_test(a_frozen_cut_is_not_changed_unasked),

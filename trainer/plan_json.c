@@ -140,6 +140,8 @@ cJSON *plan_json(const struct plan_report *r)
         cJSON_AddStringToObject(root, "device_memory_from", r->memory_from);
         cJSON_AddBoolToObject(root, "fits", r->plan->fits);
     }
+    if (r->input->missing_shards[0] != '\0')
+        cJSON_AddStringToObject(root, "missing_shards", r->input->missing_shards);
     add_model(root, r);
     add_execution(root, r);
     add_ranks(root, r);

@@ -174,19 +174,55 @@ static int imagine_shards(struct plan_input *input, const struct config *config,
     return 0;
 }
 
+// Whether a pattern of data.train stands for any file. `why`: a line for each that does not.
+static bool is_there(const struct config *config, const char *pattern, struct error *why)
+{
+    struct config one = *config;
+    struct error fault = {""};
+    one.data.val = (struct config_texts){.count = 0};
+    one.data.train = (struct config_texts){memory_alloc(1, sizeof(char *)), 1};
+    one.data.train.items[0] = memory_strdup(pattern);
+    bool found = config_expand_files(&one, &fault) == 0;
+    if (!found)
+        error_add(why, "%s", fault.text);
+    for (size_t i = 0; i < one.data.train.count; i++)
+        free(one.data.train.items[i]);
+    free(one.data.train.items);
+    free(one.data.val.items); // an empty list may have memory
+    return found;
+}
+
+// Leaves the patterns of data.train that stand for files.
+static void drop_missing(struct config *config, struct error *why)
+{
+    struct config_texts *train = &config->data.train;
+    size_t kept = 0;
+    for (size_t i = 0; i < train->count; i++) {
+        if (is_there(config, train->items[i], why))
+            train->items[kept++] = train->items[i];
+        else
+            free(train->items[i]);
+    }
+    train->count = kept;
+}
+
 static int open_data(struct plan_input *input, struct config *config, struct error *err)
 {
     struct headers headers = {.count = 0};
-    struct error missing = {"data.train is empty"};
+    struct error missing = {""};
     struct config_texts val = config->data.val;
     input->subject.validates = val.count > 0;
     config->data.val =
         (struct config_texts){.count = 0}; // of no consequence whether they are there
+    if (config->data.train.count == 0)
+        error_set(&missing, "data.train is empty");
+    drop_missing(config, &missing);
     bool found = config->data.train.count > 0 && config_expand_files(config, &missing) == 0;
     free(config->data.val.items); // an empty list may have memory
     config->data.val = val;
     if (!found)
         return imagine_shards(input, config, missing.text, err);
+    snprintf(input->missing_shards, sizeof(input->missing_shards), "%s", missing.text);
     int status = open_headers(&headers, &config->data.train, err);
     if (status == 0)
         status = use_shards(input, config, &headers, err);

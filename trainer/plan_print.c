@@ -61,6 +61,11 @@ static void print_model(const struct plan_report *r, FILE *out)
     fprintf(out, "          from %s\n", r->input->data_from);
     if (r->input->no_shards[0] != '\0')
         fprintf(out, "          no shards yet: %s\n", r->input->no_shards);
+    for (const char *line = r->input->missing_shards; *line != '\0'; line += line[0] == '\n') {
+        size_t n = strcspn(line, "\n");
+        fprintf(out, "          left out: %.*s\n", (int)n, line);
+        line += n;
+    }
 }
 
 static void print_rank_row(const struct plan_report *r, FILE *out, size_t part, struct unit unit)
