@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "data/target_internal.h"
 
@@ -80,11 +81,20 @@ struct config_reader {
     bool faulty;
 };
 
+enum { MOST_BYTES = 64 << 20 }; // of a JSON file; the largest index that is known has a few MiB
+
 // All bytes of a file, with a 0 behind them.
 static int read_file(const char *path, char **text, struct error *err)
 {
-    FILE *file = fopen(path, "rbe");
-    if (file == NULL)
+    struct stat info;
+    FILE *file = NULL;
+    if (stat(path, &info) != 0)
+        return error_set(err, "%s: can not open: %s", path, strerror(errno));
+    if (!S_ISREG(info.st_mode) || info.st_size > MOST_BYTES)
+        return error_set(err, "%s: %s", path,
+                         S_ISREG(info.st_mode) ? "more than 64 MiB, which no JSON of a model has"
+                                               : "not a regular file");
+    if ((file = fopen(path, "rbe")) == NULL)
         return error_set(err, "%s: can not open: %s", path, strerror(errno));
     size_t used = 0, room = 1 << 16, got;
     *text = memory_alloc(room, 1);
@@ -127,6 +137,23 @@ static const cJSON *given_anywhere(const struct config_reader *reader, const cha
     return item != NULL ? item : given(reader->root, key);
 }
 
+// Beyond these no model is, and sums of bytes must not overflow.
+static const struct {
+    const char *key;
+    int64_t most;
+} size_limits[] = {{"hidden_size", 1 << 18},         {"vocab_size", 1 << 24},
+                   {"num_hidden_layers", 100000},    {"num_attention_heads", 1 << 14},
+                   {"num_key_value_heads", 1 << 14}, {"head_dim", 1 << 14},
+                   {"intermediate_size", 1 << 20}};
+
+static int64_t size_limit(const char *key)
+{
+    for (size_t i = 0; i < COUNT(size_limits); i++)
+        if (strcmp(size_limits[i].key, key) == 0)
+            return size_limits[i].most;
+    return (int64_t)1 << 53;
+}
+
 // A positive integer of the text model; fallback when it is absent. Fallback -1: it is required.
 static int64_t read_size(struct config_reader *reader, const char *key, int64_t fallback)
 {
@@ -134,11 +161,16 @@ static int64_t read_size(struct config_reader *reader, const char *key, int64_t 
     if (item == NULL && fallback >= 0)
         return fallback;
     double value = cJSON_IsNumber(item) ? item->valuedouble : 0.0;
-    if (value >= 1.0 && value <= 9007199254740992.0 && value == floor(value))
+    double most = (double)size_limit(key);
+    if (value >= 1.0 && value <= most && value == floor(value))
         return (int64_t)value;
     reader->faulty = true;
-    error_add(reader->err, "%s: %s%s", reader->path, key,
-              item == NULL ? " is missing" : " is not a positive integer");
+    if (value > most)
+        error_add(reader->err, "%s: %s is %.0f; at most %.0f is possible", reader->path, key, value,
+                  most);
+    else
+        error_add(reader->err, "%s: %s%s", reader->path, key,
+                  item == NULL ? " is missing" : " is not a positive integer");
     return 0;
 }
 

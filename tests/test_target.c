@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -624,6 +625,41 @@ static void test_sizes_alone(void **state)
     free(file);
 }
 
+// Sizes with which sums of bytes would overflow are refused by their keys, and what is no file is not read.
+static void test_absurd_sizes(void **state)
+{
+    struct target target;
+    const struct config_folder *folder = *state;
+    char *file = config_folder_path(folder, "config.json");
+    static const char *const absurd[][2] = {
+        {"\"hidden_size\": 1073741824", "hidden_size is 1073741824; at most"},
+        {"\"vocab_size\": 2147483647", "vocab_size is 2147483647; at most"},
+        {"\"num_hidden_layers\": 1e300", "num_hidden_layers is 1"},
+        {"\"intermediate_size\": 1048577", "intermediate_size is 1048577; at most 1048576"},
+        {"\"num_key_value_heads\": 9007199254740992", "num_key_value_heads is 9007199254740992"},
+        {"\"hidden_size\": 0", "hidden_size is not a positive integer"},
+    };
+    for (size_t i = 0; i < sizeof(absurd) / sizeof(*absurd); i++) {
+        struct error err = {""};
+        // The first of equal keys counts.
+        char *text = memory_format("{%s, \"hidden_size\": 8, \"vocab_size\": 6, "
+                                   "\"num_hidden_layers\": 3, \"num_attention_heads\": 2}",
+                                   absurd[i][0]);
+        write_config(folder, text);
+        free(text);
+        assert_int_equal(target_open_sizes(&target, file, &err), -1);
+        if (strstr(err.text, absurd[i][1]) == NULL)
+            fail_msg("expected '%s' in: %s", absurd[i][1], err.text);
+    }
+    struct error err = {""};
+    assert_int_equal(target_open_sizes(&target, "/dev/zero", &err), -1);
+    assert_non_null(strstr(err.text, "/dev/zero: not a regular file"));
+    assert_int_equal(truncate(file, (64 << 20) + 1), 0);
+    assert_int_equal(target_open_sizes(&target, file, &err), -1);
+    assert_non_null(strstr(err.text, "more than 64 MiB"));
+    free(file);
+}
+
 static void test_known_names(void **state)
 {
     (void)state;
@@ -661,6 +697,7 @@ int main(void)
         TARGET_TEST(test_missing_files),
         TARGET_TEST(test_half_and_misaligned),
         TARGET_TEST(test_sizes_alone),
+        TARGET_TEST(test_absurd_sizes),
         cmocka_unit_test(test_known_names),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
