@@ -514,6 +514,43 @@ static void sizes_of_any_target_are_enough(void **state)
     free(out);
 }
 
+// What was given and can not be is not called given; a key is asked once, however it is named.
+static void answers_are_exact(void **state)
+{
+    char *out = fixture_path(*state, "exact.out");
+    const char *clamped[] = {"plan",
+                             "--config",
+                             V4,
+                             "--set",
+                             "run.device=cuda",
+                             "--set",
+                             "memory.group_rows=1001",
+                             "--set",
+                             "memory.chunk_rows=1",
+                             NULL};
+    assert_int_equal(program_run(out, clamped), 0);
+    assert_true(program_says(out, "992      1,001 were given, which are not whole blocks of 16"));
+    assert_true(program_says(out, "2        fewer were given, the least"));
+    const char *twice[] = {"plan",
+                           "--config",
+                           V4,
+                           "--json",
+                           "--set",
+                           "run.device=cuda",
+                           "--device-memory",
+                           "96GiB",
+                           "--fit",
+                           "--vary",
+                           "layers,drafter.layers,layers",
+                           NULL};
+    assert_int_equal(program_run(out, twice), 0);
+    cJSON *root = plan_as_json(out);
+    assert_int_equal(cJSON_GetArraySize(cJSON_GetObjectItem(root, "fit")), 2);
+    assert_null(cJSON_GetObjectItem(root, "fit_together"));
+    cJSON_Delete(root);
+    free(out);
+}
+
 // A run obeys memory.limit whatever the device has, so the smaller of both counts.
 static void the_smaller_memory_counts(void **state)
 {
@@ -726,6 +763,7 @@ int main(void)
         cmocka_unit_test(keys_grow_together),
         cmocka_unit_test(bad_questions_are_refused),
         cmocka_unit_test(sizes_of_any_target_are_enough),
+        cmocka_unit_test(answers_are_exact),
         cmocka_unit_test(the_smaller_memory_counts),
         cmocka_unit_test(shards_that_are_there_are_used),
         cmocka_unit_test(a_run_that_does_not_fit_is_refused),

@@ -61,6 +61,24 @@ static int take_numbers(struct plan_run *run, struct error *err)
     return 0;
 }
 
+// A key named twice, with its section or without, is asked once.
+static int add_key(struct plan_run *run, const char *text, size_t length, struct error *err)
+{
+    struct config_int_key key;
+    char *name = memory_format("%.*s", (int)length, text);
+    int status = config_find_int(&run->config, name, &key, err);
+    free(name);
+    if (status != 0)
+        return error_prefix(err, "--vary");
+    for (size_t i = 0; i < run->key_count; i++)
+        if (strcmp(run->keys[i], key.name) == 0)
+            return 0;
+    if (run->key_count == FIT_KEYS)
+        return error_set(err, "--vary: at most %d keys", FIT_KEYS);
+    run->keys[run->key_count++] = memory_strdup(key.name);
+    return 0;
+}
+
 static int take_keys(struct plan_run *run, struct error *err)
 {
     const char *text = run->options->vary != NULL ? run->options->vary
@@ -69,10 +87,8 @@ static int take_keys(struct plan_run *run, struct error *err)
         return error_set(err, "--vary %s: names keys for --fit; give --fit as well", text);
     while (*text != '\0') {
         size_t n = strcspn(text, ", ");
-        if (n > 0 && run->key_count == FIT_KEYS)
-            return error_set(err, "--vary: at most %d keys", FIT_KEYS);
-        if (n > 0)
-            run->keys[run->key_count++] = memory_format("%.*s", (int)n, text);
+        if (n > 0 && add_key(run, text, n, err) != 0)
+            return -1;
         text += n + (text[n] != '\0');
     }
     return run->key_count > 0 ? 0 : error_set(err, "--vary: names no key");

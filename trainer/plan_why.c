@@ -18,6 +18,10 @@ static void why_group(const struct plan *plan, const struct config *config, char
                  plan_number(plan->first.group_rows, number), device(plan));
     else if (plan->execution.group_rows + plan->sizes.block_size > most)
         snprintf(text, PLAN_WHY_TEXT, "as many as a row can have");
+    else if (config->memory.group_rows != 0 &&
+             config->memory.group_rows != plan->execution.group_rows)
+        snprintf(text, PLAN_WHY_TEXT, "%s were given, which are not whole blocks of %lld",
+                 plan_number(config->memory.group_rows, number), (long long)plan->sizes.block_size);
     else if (config->memory.group_rows != 0)
         snprintf(text, PLAN_WHY_TEXT, "given");
     else
@@ -36,7 +40,10 @@ static void why_chunk(const struct plan *plan, const struct config *config, char
                  plan_number(plan->first.chunk_rows, number), bytes);
     else
         snprintf(text, PLAN_WHY_TEXT, "%s: students and teachers, %.2f GiB of logits",
-                 config->memory.chunk_rows != 0 ? "given" : "chosen", bytes);
+                 config->memory.chunk_rows == 0               ? "chosen"
+                 : config->memory.chunk_rows == e->chunk_rows ? "given"
+                                                              : "fewer were given, the least",
+                 bytes);
 }
 
 static void why_recompute(const struct plan *plan, const struct config *config, char *text)
