@@ -1,5 +1,6 @@
 // Owns the search for values that fit: doubling, then bisection, each step a whole plan. Over many
-// values bytes are taken not to fall when the value grows; few are all tried. No value is named that was not planned.
+// values bytes are taken not to fall when the value grows; few are all tried. No value is named that was
+// not planned.
 #include "trainer/plan_fit.h"
 
 #include <string.h>
