@@ -514,6 +514,23 @@ static void sizes_of_any_target_are_enough(void **state)
     free(out);
 }
 
+// Several ranks are an outlook, and the verdict says what holds on the one GPU that is trained on.
+static void more_ranks_are_an_outlook(void **state)
+{
+    char *out = fixture_path(*state, "ranks.out");
+    const char *words[] = {"plan", "--config",        V4,      "--set", "run.device=cuda", "--gpus",
+                           "4",    "--device-memory", "40GiB", NULL};
+    assert_int_equal(program_run(out, words), 0);
+    assert_true(program_says(out, "s at 700 TFLOP/s and 4.2 TB/s for the update, on one GPU\n"));
+    assert_true(program_says(out, " s on 4 GPUs, which this version does not use\n"));
+    assert_true(program_says(out, "fits on each of 4 ranks: "));
+    assert_true(program_says(out, "; an outlook: this version trains on one GPU, where this cut "));
+    words[7] = NULL;
+    assert_int_equal(program_run(out, words), 0);
+    assert_true(program_says(out, " on the one GPU that this version trains on; --device-memory"));
+    free(out);
+}
+
 // What was given and can not be is not called given; a key is asked once, however it is named.
 static void answers_are_exact(void **state)
 {
@@ -763,6 +780,7 @@ int main(void)
         cmocka_unit_test(keys_grow_together),
         cmocka_unit_test(bad_questions_are_refused),
         cmocka_unit_test(sizes_of_any_target_are_enough),
+        cmocka_unit_test(more_ranks_are_an_outlook),
         cmocka_unit_test(answers_are_exact),
         cmocka_unit_test(the_smaller_memory_counts),
         cmocka_unit_test(shards_that_are_there_are_used),

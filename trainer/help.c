@@ -35,7 +35,7 @@ static const struct help helps[] = {
      "target. Exit status 1 when it does not fit.\n"
      "  --device-memory N  memory of one GPU, as 96GiB (default: that of the GPU here);\n"
      "                     memory.limit counts when it is less\n"
-     "  --gpus N           ranks that share the optimizer's state (default: 1)\n"
+     "  --gpus N           judge N ranks, an outlook: training uses one GPU (default: 1)\n"
      "  --fit              the largest values of keys that fit\n"
      "  --vary KEYS        of which keys, as seq_len,layers (default: seq_len, layers, "
      "group_rows)\n"

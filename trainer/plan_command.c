@@ -148,7 +148,8 @@ static int report(struct plan_run *run, struct error *err)
                                   .work = &run->work,
                                   .device_memory = run->device_memory,
                                   .memory_from = run->memory_from,
-                                  .tflops = run->tflops};
+                                  .tflops = run->tflops,
+                                  .fitting = run->options->fit};
     cJSON *root = run->options->json ? plan_json(&r) : NULL;
     int status = 0;
     if (root == NULL)

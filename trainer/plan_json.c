@@ -111,6 +111,7 @@ static void add_work(cJSON *root, const struct plan_report *r)
     json_add_real(flops, "total", w->flops);
     json_add_real(object, "tflops", r->tflops);
     json_add_real(object, "least_seconds", w->seconds);
+    json_add_real(object, "least_seconds_for_ranks", w->rank_seconds);
     add_bytes(object, "read_bytes", w->read_bytes);
 }
 

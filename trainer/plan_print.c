@@ -199,9 +199,13 @@ static void print_work(const struct plan_report *r, FILE *out)
         "  Every anchor drawn, every token supervised; a block row sees %.0f tokens of context\n"
         "  on average%s.\n",
         w->visible, w->guessed ? ", were every row one document" : " over these documents");
-    if (strcmp(r->plan->execution.device, "cpu") != 0)
-        fprintf(out, "  %-20s %9.2f s at %.0f TFLOP/s and %.1f TB/s for the update\n", "at least",
-                w->seconds, r->tflops, plan_bandwidth * 1e-12);
+    if (strcmp(r->plan->execution.device, "cpu") == 0)
+        return;
+    fprintf(out, "  %-20s %9.2f s at %.0f TFLOP/s and %.1f TB/s for the update, on one GPU\n",
+            "at least", w->seconds, r->tflops, plan_bandwidth * 1e-12);
+    if (r->input->subject.ranks > 1)
+        fprintf(out, "  %-20s %9.2f s on %lld GPUs, which this version does not use\n", "outlook",
+                w->rank_seconds, (long long)r->input->subject.ranks);
 }
 
 static void print_disk(const struct plan_report *r, FILE *out)
@@ -223,25 +227,40 @@ static void print_disk(const struct plan_report *r, FILE *out)
             byte_size_text(checkpoint, a), byte_size_text(checkpoint * kept, b), kept);
 }
 
+// An outlook on several ranks must not be taken for what a run of this version does.
+static void print_one_rank(const struct plan_report *r, FILE *out)
+{
+    char text[BYTE_SIZE_TEXT];
+    size_t needed = plan_needed(r->plan, 1);
+    fprintf(out, "; an outlook: this version trains on one GPU, where this cut %s: %s",
+            needed <= r->device_memory ? "fits" : "does not fit",
+            byte_size_text((double)needed, text));
+}
+
 static void print_verdict(const struct plan_report *r, FILE *out)
 {
     char need[BYTE_SIZE_TEXT], have[BYTE_SIZE_TEXT], gap[BYTE_SIZE_TEXT];
     double needed = (double)r->plan->needed, limit = (double)r->device_memory;
     if (r->device_memory == 0) {
-        fprintf(out, "\nneeds %s; --device-memory 96GiB says whether that fits\n",
-                byte_size_text(needed, need));
+        fprintf(out, "\nneeds %s", byte_size_text(needed, need));
+        if (r->input->subject.ranks > 1)
+            fprintf(out, " on each of %lld ranks, %s on the one GPU that this version trains on",
+                    (long long)r->input->subject.ranks,
+                    byte_size_text((double)plan_needed(r->plan, 1), have));
+        fprintf(out, "; --device-memory 96GiB says whether that fits\n");
         return;
     }
     byte_size_text(needed, need);
     byte_size_text(limit, have);
     byte_size_text(needed > limit ? needed - limit : limit - needed, gap);
-    char ranks[48] = "";
+    fprintf(out, "\n%s", r->plan->fits ? "fits" : "does not fit");
     if (r->input->subject.ranks > 1)
-        snprintf(ranks, sizeof(ranks), " on each of %lld ranks",
-                 (long long)r->input->subject.ranks);
-    fprintf(out, "\n%s%s: %s of %s (%s), %s %s\n", r->plan->fits ? "fits" : "does not fit", ranks,
-            need, have, r->memory_from, gap,
-            r->plan->fits ? "to spare" : "too much; --fit finds what does");
+        fprintf(out, " on each of %lld ranks", (long long)r->input->subject.ranks);
+    fprintf(out, ": %s of %s (%s), %s %s", need, have, r->memory_from, gap,
+            r->plan->fits ? "to spare" : "too much");
+    if (r->input->subject.ranks > 1)
+        print_one_rank(r, out);
+    fprintf(out, "%s\n", r->plan->fits || r->fitting ? "" : "; --fit finds what does");
 }
 
 void plan_print(const struct plan_report *r, FILE *out)

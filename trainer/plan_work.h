@@ -26,8 +26,8 @@ struct plan_work {
     double flops;
     double optimizer_bytes; // read and written by the update
     double read_bytes;      // from shards
-    double seconds;         // of one rank with the rate given, at least
-    double rank_rows;       // rows of the busiest rank
+    double seconds;         // on one GPU with the rate given, at least
+    double rank_seconds;    // on each of the subject's ranks
 };
 
 enum { PLAN_TFLOPS = 700 };                  // sustained bf16 products of an H200
