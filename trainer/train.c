@@ -559,7 +559,9 @@ static void report_memory(struct run *run)
     byte_size_text((double)run->begin_bytes, begin);
     byte_size_text((double)run->planned_bytes, planned);
     if (strcmp(run->session.execution.device, "cpu") == 0)
-        log_info("memory: %s resident at most; %s were planned for the step alone", most, planned);
+        log_info("memory: %s resident at most, %s planned for step and host part; the program, its "
+                 "libraries and the target's mapped files come on top (%s when the run began)",
+                 most, planned, begin);
     else
         log_info(
             "GPU memory: %s in use at most, %s planned, both with the CUDA context; %s were in "
