@@ -436,6 +436,8 @@ static const struct {
 } refused[] = {
     {"--device-memory: much", {"--device-memory", "much"}},
     {"--device-memory: 0", {"--device-memory", "0"}},
+    {"--device-memory: 96 is no amount", {"--device-memory", "96"}},
+    {"memory.limit: 2 is no amount of memory with a unit; say", {"--set", "memory.limit=2"}},
     {"--gpus: 0", {"--gpus", "0"}},
     {"--gpus: two", {"--gpus", "two"}},
     {"--tflops: fast", {"--tflops", "fast"}},
@@ -447,7 +449,7 @@ static const struct {
     {"has no value to start from",
      {"--fit", "--vary", "schedule.warmup_steps", "--device-memory", "96GiB"}},
     {"--target-config: ", {"--target-config", "/none/config.json"}},
-    {"memory.limit: a lot is not a number of bytes", {"--set", "memory.limit=a lot"}},
+    {"memory.limit: a lot is no amount of memory with a unit", {"--set", "memory.limit=a lot"}},
     {"--target-config FILE", {"--set", "target.path=/none/some-model"}},
     {"target.layer_ids: needed to plan without shards", {"--set", "target.layer_ids=[]"}},
 };
