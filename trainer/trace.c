@@ -330,6 +330,27 @@ static void keep_gradients(struct trace *trace)
         trace->grads[i] = (float)((double)trace->grads[i] / sum);
 }
 
+// The state before the step.
+static int load_before(struct trace *trace, const struct options *options, struct error *err)
+{
+    const struct session *session = &trace->session;
+    const struct params *params = &session->params;
+    float *master = trace->before.master;
+    if (options->checkpoint != NULL) {
+        if (checkpoint_read(options->checkpoint, &trace->before, NULL, err) != 0)
+            return -1;
+        return resume_check_drafter(options->checkpoint, session, err);
+    }
+    struct release release;
+    params_initialize(params, (uint64_t)trace->config.run.seed, trace->config.drafter.init_std,
+                      master);
+    int result = session_open_release(session, &release, err);
+    if (result == 0)
+        release_values(&release, params, 0, params->elements, master);
+    release_close(&release);
+    return result;
+}
+
 static int run_trace(struct trace *trace, const struct options *options, struct error *err)
 {
     const struct params *params = &trace->session.params;
@@ -338,11 +359,7 @@ static int run_trace(struct trace *trace, const struct options *options, struct 
     model_state_open(&trace->before, params);
     model_state_open(&trace->after, params);
     trace->grads = memory_alloc((size_t)params->elements, sizeof(*trace->grads));
-    if (options->checkpoint == NULL)
-        params_initialize(params, (uint64_t)trace->config.run.seed, trace->config.drafter.init_std,
-                          trace->before.master);
-    else if (checkpoint_read(options->checkpoint, &trace->before, NULL, err) != 0 ||
-             resume_check_drafter(options->checkpoint, &trace->session, err) != 0)
+    if (load_before(trace, options, err) != 0)
         return -1;
     if (step_open(&trace->step, &setup, err) != 0)
         return -1;
