@@ -284,6 +284,10 @@ static void a_resumed_run_does_not_need_the_release(void **state)
     assert_int_equal(run_train(&fixture, "cold", "--set", from, "--set", "run.max_steps=4", NULL),
                      2);
     run_must_say(&fixture, "cold", "zlab-drafter/config.json");
+    assert_int_equal(run_command(&fixture, "trace", true, "trace", "--out",
+                                 run_path(&fixture, "step.safetensors"), "--set", from, NULL),
+                     2);
+    run_must_say(&fixture, "trace", "zlab-drafter/config.json");
     free(from);
 }
 

@@ -55,6 +55,7 @@ struct trace_row {
 struct trace {
     struct config config;
     struct session session;
+    struct release release; // that the first step starts from
     struct step step;
     struct trace_row *rows;
     int64_t row_count;
@@ -336,19 +337,15 @@ static int load_before(struct trace *trace, const struct options *options, struc
     const struct session *session = &trace->session;
     const struct params *params = &session->params;
     float *master = trace->before.master;
-    if (options->checkpoint != NULL) {
-        if (checkpoint_read(options->checkpoint, &trace->before, NULL, err) != 0)
-            return -1;
-        return resume_check_drafter(options->checkpoint, session, err);
+    if (options->checkpoint == NULL) {
+        params_initialize(params, (uint64_t)trace->config.run.seed, trace->config.drafter.init_std,
+                          master);
+        release_values(&trace->release, params, 0, params->elements, master);
+        return 0;
     }
-    struct release release;
-    params_initialize(params, (uint64_t)trace->config.run.seed, trace->config.drafter.init_std,
-                      master);
-    int result = session_open_release(session, &release, err);
-    if (result == 0)
-        release_values(&release, params, 0, params->elements, master);
-    release_close(&release);
-    return result;
+    if (checkpoint_read(options->checkpoint, &trace->before, NULL, err) != 0)
+        return -1;
+    return resume_check_drafter(options->checkpoint, session, err);
 }
 
 static int run_trace(struct trace *trace, const struct options *options, struct error *err)
@@ -399,6 +396,7 @@ static void close_trace(struct trace *trace)
     model_state_close(&trace->before);
     model_state_close(&trace->after);
     step_close(&trace->step);
+    release_close(&trace->release);
     session_close(&trace->session);
     config_release(&trace->config);
 }
@@ -412,7 +410,9 @@ int command_trace(const struct options *options)
     if (session_config(&trace.config, options->config, options->sets, options->set_count,
                        SESSION_TRAIN, &err) != 0 ||
         session_open(&trace.session, &trace.config, SESSION_TRAIN, &err) != 0 ||
-        plan_admit(&trace.session, ADMIT_NEW, NULL, &err) != 0)
+        plan_admit(&trace.session, ADMIT_NEW, NULL, &err) != 0 ||
+        (options->checkpoint == NULL &&
+         session_open_release(&trace.session, &trace.release, &err) != 0))
         goto out;
     status = run_trace(&trace, options, &err) == 0 ? EXIT_DONE : EXIT_FAILED;
 out:
