@@ -175,6 +175,33 @@ static void listed_layers_are_offered_with_their_list(void **state)
     run_fixture_close(&fixture);
 }
 
+// Rows and steps are those of the run, and what is missing without shards is said.
+static void steps_are_those_of_the_run(void **state)
+{
+    (void)state;
+    struct run_fixture fixture;
+    run_fixture_open(&fixture);
+    run_fixture_set(&fixture, "run.max_steps=0");
+    run_fixture_set(&fixture, "run.epochs=2");
+    assert_int_equal(run_command(&fixture, "steps", true, "plan", "--json", NULL), 0);
+    cJSON *root = program_json(run_path(&fixture, "steps.out"));
+    const cJSON *run = cJSON_GetObjectItem(root, "run");
+    int64_t steps = (int64_t)program_number(run, "steps");
+    assert_int_equal(steps, 2 * (int64_t)program_number(run, "epoch_steps"));
+    cJSON_Delete(root);
+    assert_int_equal(run_train(&fixture, "run", NULL), 0);
+    run_must_say(&fixture, "run",
+                 run_path(&fixture, "steps: %lld, from step 1", (long long)steps) +
+                     strlen(run_path(&fixture, "%s", "")));
+    run_fixture_set(&fixture, "run.max_steps=7");
+    assert_int_equal(run_command(&fixture, "none", true, "plan", "--set", "data.train=[none.h5]",
+                                 "--set", "target.layer_ids=[1,5]", NULL),
+                     0);
+    run_must_say(&fixture, "none", "not known without the shards of data.train");
+    run_must_say(&fixture, "none", "7 at most, by run.max_steps");
+    run_fixture_close(&fixture);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -184,6 +211,7 @@ int main(void)
         cmocka_unit_test(a_frozen_cut_is_not_changed_unasked),
         cmocka_unit_test(nothing_to_continue_is_cut_anew),
         cmocka_unit_test(listed_layers_are_offered_with_their_list),
+        cmocka_unit_test(steps_are_those_of_the_run),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -61,7 +61,7 @@ static void print_model(const struct plan_report *r, FILE *out)
     fprintf(out, "          from %s\n", r->input->data_from);
     if (r->input->no_shards[0] != '\0')
         fprintf(out, "          no shards yet: %s\n", r->input->no_shards);
-    for (const char *line = r->input->missing_shards; *line != '\0'; line += line[0] == '\n') {
+    for (const char *line = r->input->missing_shards.text; *line != '\0'; line += line[0] == '\n') {
         size_t n = strcspn(line, "\n");
         fprintf(out, "          left out: %.*s\n", (int)n, line);
         line += n;
@@ -208,6 +208,48 @@ static void print_work(const struct plan_report *r, FILE *out)
                 w->rank_seconds, (long long)r->input->subject.ranks);
 }
 
+static const char *time_text(double seconds, char text[PLAN_NUMBER_TEXT])
+{
+    bool hours = seconds >= 3600.0, minutes = seconds >= 60.0;
+    snprintf(text, PLAN_NUMBER_TEXT, "%.1f %s",
+             seconds / (hours     ? 3600.0
+                        : minutes ? 60.0
+                                  : 1.0),
+             hours     ? "h"
+             : minutes ? "min"
+                       : "s");
+    return text;
+}
+
+static void print_run(const struct plan_report *r, FILE *out)
+{
+    const struct plan_work *w = r->work;
+    char a[PLAN_NUMBER_TEXT], b[PLAN_NUMBER_TEXT];
+    int64_t rows = r->input->documents.rows;
+    fprintf(out, "\nthe run: epochs %s", plan_number(r->config->run.epochs, a));
+    if (r->config->run.max_steps > 0)
+        fprintf(out, ", max_steps %s", plan_number(r->config->run.max_steps, a));
+    if (rows > 0)
+        fprintf(out, "\n  %-20s %s rows, %s steps\n", "an epoch", plan_number(rows, a),
+                plan_number(w->epoch_steps, b));
+    else
+        fprintf(out,
+                "\n  Rows of an epoch are not known without the shards of data.train: one for\n"
+                "  every %s tokens at least.\n",
+                plan_number(r->config->data.seq_len, a));
+    if (w->steps == 0)
+        return;
+    fprintf(out, "  %-20s %s%s\n", "steps", plan_number(w->steps, a),
+            rows > 0 ? "" : " at most, by run.max_steps");
+    if (strcmp(r->plan->execution.device, "cpu") != 0)
+        fprintf(out, "  %-20s %s, validation and checkpoints not counted\n", "at least",
+                time_text(w->seconds * (double)w->steps, a));
+    if (rows > 0)
+        fprintf(out,
+                "  Training leaves out documents without a supervised token, which count here;\n"
+                "  another epoch may have a row more or less.\n");
+}
+
 static void print_disk(const struct plan_report *r, FILE *out)
 {
     char a[BYTE_SIZE_TEXT], b[BYTE_SIZE_TEXT], c[PLAN_NUMBER_TEXT], d[PLAN_NUMBER_TEXT];
@@ -278,6 +320,7 @@ void plan_print(const struct plan_report *r, FILE *out)
     print_host(r, out);
     print_choices(r, out);
     print_work(r, out);
+    print_run(r, out);
     print_disk(r, out);
     print_verdict(r, out);
 }

@@ -81,6 +81,17 @@ static void sum(struct plan_work *w)
     }
 }
 
+// Of the whole run; later epochs may have a row more or less than the first.
+static void count_steps(struct plan_work *w, const struct config *config,
+                        const struct plan_documents *documents)
+{
+    int64_t most = config->run.max_steps;
+    w->epoch_steps = (documents->rows + w->rows - 1) / w->rows;
+    w->steps = w->epoch_steps * config->run.epochs;
+    if (most > 0 && (w->steps == 0 || w->steps > most))
+        w->steps = most;
+}
+
 // Of the busiest of so many ranks.
 static double least_seconds(const struct plan_work *w, int64_t ranks, double tflops)
 {
@@ -97,6 +108,7 @@ void plan_work(struct plan_work *w, const struct plan *plan, const struct plan_s
     count_layers(w, plan, config);
     count_loss(w, plan, subject);
     sum(w);
+    count_steps(w, config, documents);
     // Gradients cleared and read, masters and moments read and written, weights written.
     double elements = (double)plan->params.elements;
     double copy = strcmp(plan->execution.compute, "bf16") == 0 ? 2.0 : 0.0;
