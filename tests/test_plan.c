@@ -20,7 +20,7 @@
 #include "trainer/plan_fit.h"
 #include "trainer/plan_open.h"
 
-#define V4 DTRAIN_SOURCE_DIR "/configs/v4.yaml"
+static const char v4_config[] = DTRAIN_SOURCE_DIR "/configs/v4.yaml";
 
 static const size_t gib = (size_t)1 << 30;
 
@@ -121,8 +121,8 @@ static void json_adds_up(void **state)
 {
     const char *folder = *state;
     char *out = fixture_path(folder, "plan.json");
-    const char *words[] = {"plan",  "--config", V4,      "--json",          "--device-memory",
-                           "96GiB", "--fit",    "--set", "run.device=cuda", NULL};
+    const char *words[] = {"plan",  "--config", v4_config, "--json",          "--device-memory",
+                           "96GiB", "--fit",    "--set",   "run.device=cuda", NULL};
     double start = timer_now();
     assert_int_equal(program_run(out, words), 0);
     assert_true(timer_now() - start < 1.0);
@@ -458,7 +458,7 @@ static void bad_questions_are_refused(void **state)
 {
     char *out = fixture_path(*state, "refused.out");
     for (size_t i = 0; i < sizeof(refused) / sizeof(*refused); i++) {
-        const char *words[16] = {"plan", "--config", V4, "--set", "run.device=cuda"};
+        const char *words[16] = {"plan", "--config", v4_config, "--set", "run.device=cuda"};
         for (size_t w = 0; refused[i].words[w] != NULL; w++)
             words[5 + w] = refused[i].words[w];
         int status = program_run(out, words);
@@ -474,7 +474,7 @@ static void sizes_of_any_target_are_enough(void **state)
     struct error err = {""};
     const char *words[] = {"plan",
                            "--config",
-                           V4,
+                           v4_config,
                            "--set",
                            "target.path=/none/some-model",
                            "--target-config",
@@ -493,13 +493,15 @@ static void sizes_of_any_target_are_enough(void **state)
                               (const char *)*state); // the folder, with nothing but a config.json
     char *config = fixture_path(*state, "config.json");
     assert_int_equal(rename(sizes, config), 0);
-    const char *folder[] = {"plan", "--config", V4, "--set", set, "--set", "run.device=cuda", NULL};
+    const char *folder[] = {"plan", "--config", v4_config,         "--set",
+                            set,    "--set",    "run.device=cuda", NULL};
     assert_int_equal(program_run(out, folder), 0);
     assert_true(program_says(out, "sizes of"));
     free(config);
     free(set);
-    const char *small[] = {"plan",  "--config", V4, "--set", "run.device=cuda", "--device-memory",
-                           "20GiB", NULL};
+    const char *small[] = {
+        "plan",  "--config", v4_config, "--set", "run.device=cuda", "--device-memory",
+        "20GiB", NULL};
     assert_int_equal(program_run(out, small), 1);
     assert_true(program_says(out, "does not fit"));
     free(sizes);
@@ -510,8 +512,8 @@ static void sizes_of_any_target_are_enough(void **state)
 static void more_ranks_are_an_outlook(void **state)
 {
     char *out = fixture_path(*state, "ranks.out");
-    const char *words[] = {"plan", "--config",        V4,      "--set", "run.device=cuda", "--gpus",
-                           "4",    "--device-memory", "40GiB", NULL};
+    const char *words[] = {"plan",   "--config", v4_config,         "--set", "run.device=cuda",
+                           "--gpus", "4",        "--device-memory", "40GiB", NULL};
     assert_int_equal(program_run(out, words), 0);
     assert_true(program_says(out, "s at 700 TFLOP/s and 4.2 TB/s for the update, on one GPU\n"));
     assert_true(program_says(out, " s on 4 GPUs, which this version does not use\n"));
@@ -529,7 +531,7 @@ static void answers_are_exact(void **state)
     char *out = fixture_path(*state, "exact.out");
     const char *clamped[] = {"plan",
                              "--config",
-                             V4,
+                             v4_config,
                              "--set",
                              "run.device=cuda",
                              "--set",
@@ -542,7 +544,7 @@ static void answers_are_exact(void **state)
     assert_true(program_says(out, "2        fewer were given, the least"));
     const char *twice[] = {"plan",
                            "--config",
-                           V4,
+                           v4_config,
                            "--json",
                            "--set",
                            "run.device=cuda",
@@ -573,7 +575,7 @@ static void the_smaller_memory_counts(void **state)
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         const char *words[] = {"plan",
                                "--config",
-                               V4,
+                               v4_config,
                                "--set",
                                "run.device=cuda",
                                "--device-memory",
