@@ -2,6 +2,7 @@
 #include "base/byte_size.h"
 
 #include <ctype.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,6 +33,16 @@ int byte_size_parse(const char *text, uint64_t *bytes)
         return 0;
     }
     return -1;
+}
+
+int byte_size_parse_memory(const char *text, uint64_t *bytes)
+{
+    uint64_t value = 0;
+    bool plain = text[0] != '\0' && isdigit((unsigned char)text[strlen(text) - 1]);
+    if (byte_size_parse(text, &value) != 0 || value == 0 || (plain && value < 1 << 20))
+        return -1;
+    *bytes = value;
+    return 0;
 }
 
 const char *byte_size_text(double bytes, char text[BYTE_SIZE_TEXT])

@@ -170,7 +170,7 @@ static void open_step(struct bench *b)
     if (step_open(&b->step, &setup, &err) != 0)
         fail(&err);
     double opened = timer_now();
-    step_initialize(&b->step);
+    step_initialize(&b->step, NULL);
     double initialized = timer_now();
     if (step_tune(&b->step, &b->execution, &err) != 0)
         fail(&err);

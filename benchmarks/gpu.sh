@@ -12,11 +12,11 @@
 #   peer       the same steps in the published speculators package, and ours beside them (PEER: a folder of wheels
 #              that collect_peer.py has filled, .peer by default); it compiles beside the build and the checks, and is measured last
 # Checks run side by side; what is timed runs alone. Variables:
-# BUILD: build folder, /tmp/dtrain-gpu by default. ARCH: architecture to build for, 90a by default.
+# BUILD: build folder, /tmp/dtrain-gpu by default. ARCH: architecture to build for, the GPU's by default.
 # COMMIT: what is printed as the commit where git is not there. OUT: a folder for the logs (few files), BUILD
 # by default. DEBS: a folder of .deb files with libraries that the machine lacks; they are unpacked to
 # /tmp/debs.
-# Needs python3 with numpy, h5py, safetensors, torch.
+# Needs python3 with numpy, h5py, safetensors, torch (pip install them). Exit status 1 when a check failed.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 BUILD=${BUILD:-/tmp/dtrain-gpu}
@@ -86,7 +86,7 @@ check_later() {
 
 build() {
     cmake -S . -B "$BUILD" -G Ninja -DCMAKE_BUILD_TYPE=Release -DWITH_CUDA=ON -DREQUIRE_CUDA=ON \
-        -DCMAKE_CUDA_ARCHITECTURES="${ARCH:-90a}" >"$logs/cmake.log" 2>&1 || {
+        ${ARCH:+-DCMAKE_CUDA_ARCHITECTURES="$ARCH"} >"$logs/cmake.log" 2>&1 || {
         tail -n 20 "$logs/cmake.log"
         exit 1
     }
@@ -161,4 +161,4 @@ if [ -n "$peer_id" ]; then
         row "timed peer" "FAIL" "$(tail -n 1 "$logs/peer.log" | cut -c1-90)"
     fi
 fi
-exit 0
+! grep -q FAIL "$table"

@@ -115,7 +115,8 @@ size_t config_warnings(const struct config *config, struct error *text);
 // without a match, a path without a file and the same file twice in a list are faults.
 int config_expand_files(struct config *config, struct error *err);
 // Checks that everything the config reads exists: target.path, the shards behind data.train and
-// data.val (patterns or files), drafter.init_from, drafter.draft_vocab. Changes nothing.
+// data.val (patterns or files), drafter.draft_vocab. Changes nothing. Not drafter.init_from, which a
+// resumed run does not read.
 int config_check_files(const struct config *config, struct error *err);
 
 // Writes every key with its value as YAML that config_load reads back to the same values; keys that

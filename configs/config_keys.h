@@ -96,7 +96,8 @@
     FLAG(sliding_window_non_causal, false, KEEP, "sliding layers see the whole own block; servers do not run this") \
     CHOICE(window_origin, query, "query\0anchor", KEEP, "where the window is measured from; anchor reproduces speculators") \
     REAL(init_std, 0.02, 0.0, 1.0, KEEP, "standard deviation of initial weights; norms start at 1") \
-    PATH(init_from, NULL, FREE, "directory of a released drafter to start from; not built yet: refused") \
+    PATH(init_from, NULL, FREE, "directory of a released drafter (z-lab, SpecForge or speculators layout) whose weights a fresh run starts from; it must be what this section says") \
+    TEXTS(init_allow, FREE, "fields and tensors of init_from that may differ, be missing or extra, by the names that the refusal gives; such tensors start as init_std says") \
     INT(ttt_steps, 7, 1, 16, KEEP, "eagle3: unrolled steps") \
     PATH(draft_vocab, NULL, KEEP, "eagle3: vocabulary map; default: the full vocabulary") \
     CHOICE(lm_head, frozen, "frozen\0trainable", KEEP, "eagle3: the head over the draft vocabulary") \
@@ -151,18 +152,18 @@
     FLAG(background, true, FREE, "write from a host copy while training goes on")
 
 #define MEMORY_KEYS(TEXT, PATH, INT, REAL, FLAG, CHOICE, TEXTS, PATHS, INTS, REALS) \
-    INT(group_rows, 0, 0, 1073741824, KEEP, "block rows that go through the drafter together; 0: chosen") \
-    INT(chunk_rows, 0, 0, 1073741824, KEEP, "student and distinct teacher rows whose logits exist together; 0: chosen") \
+    INT(group_rows, 0, 0, 1073741824, KEEP, "block rows that go through the drafter together, rounded down to whole blocks, one at least; 0: chosen") \
+    INT(chunk_rows, 0, 0, 1073741824, KEEP, "student and distinct teacher rows whose logits exist together, 2 at least (1 is taken for 2); 0: chosen") \
     CHOICE(mode, normal, "normal\0low", KEEP, "low: least memory, for a longer step; it decides what group_rows, chunk_rows and recompute leave open") \
     CHOICE(recompute, auto, "auto\0none\0cheap\0layer", KEEP, "what the backward pass computes again: nothing, norms and activations, whole layers; auto: none on a CPU, cheap on a GPU, layer with mode low") \
     CHOICE(logits, fp32, "fp32\0bf16", KEEP, "dtype of the logits of a chunk; bf16 halves them and costs accuracy") \
-    TEXT(limit, NULL, FREE, "device memory that a run may take in all, as 80GiB or 512MiB; default: what is free when it starts")
+    TEXT(limit, NULL, FREE, "memory that a run may take, as 80GiB or 512MiB: of a GPU in all, CUDA context included; on a CPU for what is planned, step and host part, while the program, its libraries and the mapped target files come on top; default: what is free when it starts")
 
 #define KERNELS_KEYS(TEXT, PATH, INT, REAL, FLAG, CHOICE, TEXTS, PATHS, INTS, REALS) \
     CHOICE(path, auto, "auto\0generic", KEEP, "auto: the fastest kernels that the GPU has; generic: those that every supported GPU has")
 
 #define PARALLEL_KEYS(TEXT, PATH, INT, REAL, FLAG, CHOICE, TEXTS, PATHS, INTS, REALS) \
-    INT(gpus, 0, 0, 4096, FREE, "ranks to start on this machine; 0: one per visible GPU") \
+    INT(gpus, 0, 0, 4096, FREE, "GPUs to train on; 0: as many as can be used, which is one in this version; more than 1 is taken with a warning") \
     INT(threads, 0, 0, 4096, FREE, "CPU threads of the step; 0: one per core")
 
 #define LOG_KEYS(TEXT, PATH, INT, REAL, FLAG, CHOICE, TEXTS, PATHS, INTS, REALS) \

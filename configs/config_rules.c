@@ -199,8 +199,9 @@ static void check_memory(const struct check *c)
 {
     const char *limit = c->config->memory.limit;
     uint64_t bytes = 0;
-    if (limit && (byte_size_parse(limit, &bytes) != 0 || bytes == 0))
-        FAULT(c, memory, limit, "%s is not a number of bytes above 0; say 80GiB or 512MiB", limit);
+    if (limit && byte_size_parse_memory(limit, &bytes) != 0)
+        FAULT(c, memory, limit, "%s is no amount of memory with a unit; say 80GiB or 512MiB",
+              limit);
 }
 
 static void check_schedule(const struct check *c)

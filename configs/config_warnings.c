@@ -31,7 +31,9 @@ static void watch_drafter(struct watch *w)
     idle_unless(w, sliding, "drafter", "sliding_window", "without a sliding_attention layer");
     idle_unless(w, d->rope_scaling == ROPE_SCALING_YARN, "drafter", "rope_original_positions",
                 "without drafter.rope_scaling yarn");
-    idle_unless(w, !d->init_from, "drafter", "init_std", "with drafter.init_from");
+    idle_unless(w, !d->init_from || d->init_allow.count > 0, "drafter", "init_std",
+                "with drafter.init_from");
+    idle_unless(w, d->init_from, "drafter", "init_allow", "without drafter.init_from");
     static const char *const eagle3[][2] = {{"drafter", "ttt_steps"},
                                             {"loss", "ttt_decay_base"},
                                             {"loss", "mask_index"},

@@ -389,6 +389,17 @@ static void byte_sizes_are_read_and_written(void **state)
             fail_msg("'%s' was taken for %llu", bad[i], (unsigned long long)bytes);
         assert_int_equal(bytes, 7);
     }
+    static const char *const no_memory[] = {"0", "0GiB", "2", "96", "1048575", "", "96G"};
+    for (size_t i = 0; i < sizeof(no_memory) / sizeof(*no_memory); i++) {
+        uint64_t bytes = 7;
+        assert_int_equal(byte_size_parse_memory(no_memory[i], &bytes), -1);
+        assert_int_equal(bytes, 7);
+    }
+    uint64_t bytes = 0;
+    assert_int_equal(byte_size_parse_memory("1048576", &bytes), 0);
+    assert_int_equal(bytes, 1 << 20);
+    assert_int_equal(byte_size_parse_memory("1KiB", &bytes), 0);
+    assert_int_equal(bytes, 1024);
     char text[BYTE_SIZE_TEXT];
     assert_string_equal(byte_size_text(1023.0, text), "1023 B");
     assert_string_equal(byte_size_text(1536.0, text), "1.50 KiB");

@@ -275,24 +275,55 @@ static void servable_drafters_have_no_reasons(void **state)
 {
     (void)state;
     struct error err = {""};
-    assert_int_equal(export_zlab_servable(&drafter.sizes, &err), 0);
+    assert_int_equal(export_check_servable(&drafter.sizes, EXPORT_ZLAB, NULL, &err), 0);
+    assert_int_equal(export_check_servable(&drafter.sizes, EXPORT_SPECULATORS, NULL, &err), 0);
     // What only sliding layers use does not matter without them.
     drafter.config.drafter.sliding_window_non_causal = true;
     drafter.config.drafter.window_origin = WINDOW_FROM_ANCHOR;
     drafter_fixture_resolve(&drafter);
-    assert_int_equal(export_zlab_servable(&drafter.sizes, &err), 0);
+    assert_int_equal(export_check_servable(&drafter.sizes, EXPORT_ZLAB, NULL, &err), 0);
     use_sliding("full sliding");
-    assert_int_equal(export_zlab_servable(&drafter.sizes, &err), -1);
+    assert_int_equal(export_check_servable(&drafter.sizes, EXPORT_ZLAB, NULL, &err), -1);
     assert_non_null(strstr(err.text, "drafter.sliding_window_non_causal: "));
     assert_non_null(strstr(err.text, "drafter.window_origin: "));
     assert_null(strstr(err.text, "predict_from_anchor"));
+}
+
+static void reasons_are_waived_by_name(void **state)
+{
+    (void)state;
+    struct error err = {""};
+    drafter.config.drafter.sliding_window_non_causal = true;
+    drafter.config.drafter.window_origin = WINDOW_FROM_ANCHOR;
+    use_sliding("full sliding");
+    const struct dflash_sizes *sizes = &drafter.sizes;
+    assert_int_equal(export_check_servable(sizes, EXPORT_ZLAB, "window_origin", &err), -1);
+    assert_null(strstr(err.text, "drafter.window_origin: "));
+    assert_non_null(strstr(err.text, "drafter.sliding_window_non_causal: "));
+    static const char both[] = "window_origin,sliding_window_non_causal";
+    assert_int_equal(export_check_servable(sizes, EXPORT_ZLAB, both, &err), 0);
+    assert_int_equal(export_check_servable(sizes, EXPORT_SPECFORGE, "", &err), 0);
+    // The speculators layout has one more: both kinds of layers.
+    err = (struct error){""};
+    assert_int_equal(export_check_servable(sizes, EXPORT_SPECULATORS, both, &err), -1);
+    assert_non_null(strstr(err.text, "drafter.layer_types: "));
+    assert_int_equal(export_check_servable(sizes, EXPORT_SPECULATORS, "", &err), 0);
+    assert_int_equal(export_check_allowed("", &err), 0);
+    assert_int_equal(export_check_allowed("layer_types,window_origin", &err), 0);
+    assert_int_equal(export_check_allowed("layer_types,window", &err), -1);
+    assert_non_null(strstr(err.text, "window can not be allowed"));
+    assert_int_equal(export_check_allowed("predict_from_anchor", &err), -1);
 }
 
 static int export(const char *name, const char *format, bool allow_unservable, struct error *err)
 {
     char *checkpoint = fixture_path(folder, name), *out = fixture_path(folder, "deep/out");
     *err = (struct error){""};
-    int result = export_command(checkpoint, format, out, allow_unservable, err);
+    const struct export_request request = {.checkpoint = checkpoint,
+                                           .out = out,
+                                           .format = (enum export_format)export_format_find(format),
+                                           .allow = allow_unservable ? "" : NULL};
+    int result = export_command(&request, err);
     free(out);
     free(checkpoint);
     return result;
@@ -319,13 +350,20 @@ static void the_command_copies_out_of_a_checkpoint(void **state)
     free(a);
 }
 
-static void unknown_formats_and_broken_checkpoints_are_refused(void **state)
+static void formats_have_names(void **state)
+{
+    (void)state;
+    assert_int_equal(export_format_find("zlab"), EXPORT_ZLAB);
+    assert_int_equal(export_format_find("specforge"), EXPORT_SPECFORGE);
+    assert_int_equal(export_format_find("speculators"), EXPORT_SPECULATORS);
+    assert_int_equal(export_format_find("gguf"), -1);
+}
+
+static void broken_checkpoints_are_refused(void **state)
 {
     (void)state;
     struct error err;
     drafter_fixture_write(&drafter, folder, 4);
-    assert_int_equal(export("step-00000004", "gguf", false, &err), -1);
-    assert_non_null(strstr(err.text, "gguf"));
     assert_int_equal(export("step-00000005", "zlab", false, &err), -1);
     assert_non_null(strstr(err.text, "step-00000005"));
     char *done = fixture_path(folder, "step-00000004/DONE");
@@ -395,8 +433,10 @@ int main(void)
         TEST(a_tied_target_is_stated),
         TEST(tensors_are_the_masters_rounded_to_bf16),
         TEST(servable_drafters_have_no_reasons),
+        TEST(reasons_are_waived_by_name),
         TEST(the_command_copies_out_of_a_checkpoint),
-        TEST(unknown_formats_and_broken_checkpoints_are_refused),
+        TEST(formats_have_names),
+        TEST(broken_checkpoints_are_refused),
         TEST(what_servers_do_not_run_needs_consent),
         TEST(predicting_from_the_anchor_is_refused_always),
         TEST(mixed_layers_export_with_a_warning),

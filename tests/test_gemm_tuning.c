@@ -362,8 +362,8 @@ static void timing_changes_no_number_much(void **state)
     run_all(&chosen, tuned);
     run_all(&plain, first);
     // The gradients of weights are fp32: sums of 1000 products of normal numbers.
-    const float *a = (const float *)(tuned + 2 * FEWER * chosen.bytes);
-    const float *b = (const float *)(first + 2 * FEWER * chosen.bytes);
+    const float *a = (const void *)(tuned + 2 * FEWER * chosen.bytes);
+    const float *b = (const void *)(first + 2 * FEWER * chosen.bytes);
     for (int i = 0; i < OUT * IN; i++)
         wrong += !(a[i] - b[i] <= 1e-3f && b[i] - a[i] <= 1e-3f) || a[i] == 0.0f;
     assert_int_equal(wrong, 0);

@@ -1,5 +1,5 @@
 // Plans: of the shipped presets without GPU, shards or weights; held against what training takes; values
-// that are said to fit; what is refused at the start of a run.
+// that are said to fit. Runs that are planned first: test_plan_runs.c.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -13,13 +13,14 @@
 #include "base/byte_size.h"
 #include "base/memory.h"
 #include "base/timer.h"
-#include "tests/support/run_fixture.h"
+#include "tests/support/program.h"
+#include "tests/support/shard_fixture.h"
 #include "tests/support/step_fixture.h"
 #include "trainer/files.h"
 #include "trainer/plan_fit.h"
 #include "trainer/plan_open.h"
 
-#define V4 DTRAIN_SOURCE_DIR "/configs/v4.yaml"
+static const char v4_config[] = DTRAIN_SOURCE_DIR "/configs/v4.yaml";
 
 static const size_t gib = (size_t)1 << 30;
 
@@ -104,17 +105,6 @@ static int64_t whole(const cJSON *object, const char *name)
     return (int64_t)program_number(object, name);
 }
 
-static cJSON *plan_as_json(const char *path)
-{
-    char *text = program_text(path);
-    char *object = strchr(text, '{'); // after warnings
-    cJSON *root = object != NULL ? cJSON_Parse(object) : NULL;
-    if (root == NULL)
-        fail_msg("not JSON: %s", text);
-    free(text);
-    return root;
-}
-
 static void check_sums(const cJSON *part)
 {
     int64_t sum = 0;
@@ -131,12 +121,12 @@ static void json_adds_up(void **state)
 {
     const char *folder = *state;
     char *out = fixture_path(folder, "plan.json");
-    const char *words[] = {"plan",  "--config", V4,      "--json",          "--device-memory",
-                           "96GiB", "--fit",    "--set", "run.device=cuda", NULL};
+    const char *words[] = {"plan",  "--config", v4_config, "--json",          "--device-memory",
+                           "96GiB", "--fit",    "--set",   "run.device=cuda", NULL};
     double start = timer_now();
     assert_int_equal(program_run(out, words), 0);
     assert_true(timer_now() - start < 1.0);
-    cJSON *root = plan_as_json(out);
+    cJSON *root = program_json(out);
     const cJSON *ranks = cJSON_GetObjectItem(root, "ranks"), *part, *tensor;
     assert_int_equal(cJSON_GetArraySize(ranks), 4);
     cJSON_ArrayForEach(part, ranks) check_sums(part);
@@ -446,6 +436,8 @@ static const struct {
 } refused[] = {
     {"--device-memory: much", {"--device-memory", "much"}},
     {"--device-memory: 0", {"--device-memory", "0"}},
+    {"--device-memory: 96 is no amount", {"--device-memory", "96"}},
+    {"memory.limit: 2 is no amount of memory with a unit; say", {"--set", "memory.limit=2"}},
     {"--gpus: 0", {"--gpus", "0"}},
     {"--gpus: two", {"--gpus", "two"}},
     {"--tflops: fast", {"--tflops", "fast"}},
@@ -457,7 +449,7 @@ static const struct {
     {"has no value to start from",
      {"--fit", "--vary", "schedule.warmup_steps", "--device-memory", "96GiB"}},
     {"--target-config: ", {"--target-config", "/none/config.json"}},
-    {"memory.limit: a lot is not a number of bytes", {"--set", "memory.limit=a lot"}},
+    {"memory.limit: a lot is no amount of memory with a unit", {"--set", "memory.limit=a lot"}},
     {"--target-config FILE", {"--set", "target.path=/none/some-model"}},
     {"target.layer_ids: needed to plan without shards", {"--set", "target.layer_ids=[]"}},
 };
@@ -466,7 +458,7 @@ static void bad_questions_are_refused(void **state)
 {
     char *out = fixture_path(*state, "refused.out");
     for (size_t i = 0; i < sizeof(refused) / sizeof(*refused); i++) {
-        const char *words[16] = {"plan", "--config", V4, "--set", "run.device=cuda"};
+        const char *words[16] = {"plan", "--config", v4_config, "--set", "run.device=cuda"};
         for (size_t w = 0; refused[i].words[w] != NULL; w++)
             words[5 + w] = refused[i].words[w];
         int status = program_run(out, words);
@@ -482,7 +474,7 @@ static void sizes_of_any_target_are_enough(void **state)
     struct error err = {""};
     const char *words[] = {"plan",
                            "--config",
-                           V4,
+                           v4_config,
                            "--set",
                            "target.path=/none/some-model",
                            "--target-config",
@@ -501,16 +493,35 @@ static void sizes_of_any_target_are_enough(void **state)
                               (const char *)*state); // the folder, with nothing but a config.json
     char *config = fixture_path(*state, "config.json");
     assert_int_equal(rename(sizes, config), 0);
-    const char *folder[] = {"plan", "--config", V4, "--set", set, "--set", "run.device=cuda", NULL};
+    const char *folder[] = {"plan", "--config", v4_config,         "--set",
+                            set,    "--set",    "run.device=cuda", NULL};
     assert_int_equal(program_run(out, folder), 0);
     assert_true(program_says(out, "sizes of"));
     free(config);
     free(set);
-    const char *small[] = {"plan",  "--config", V4, "--set", "run.device=cuda", "--device-memory",
-                           "20GiB", NULL};
+    const char *small[] = {
+        "plan",  "--config", v4_config, "--set", "run.device=cuda", "--device-memory",
+        "20GiB", NULL};
     assert_int_equal(program_run(out, small), 1);
     assert_true(program_says(out, "does not fit"));
     free(sizes);
+    free(out);
+}
+
+// Several ranks are an outlook, and the verdict says what holds on the one GPU that is trained on.
+static void more_ranks_are_an_outlook(void **state)
+{
+    char *out = fixture_path(*state, "ranks.out");
+    const char *words[] = {"plan",   "--config", v4_config,         "--set", "run.device=cuda",
+                           "--gpus", "4",        "--device-memory", "40GiB", NULL};
+    assert_int_equal(program_run(out, words), 0);
+    assert_true(program_says(out, "s at 700 TFLOP/s and 4.2 TB/s for the update, on one GPU\n"));
+    assert_true(program_says(out, " s on 4 GPUs, which this version does not use\n"));
+    assert_true(program_says(out, "fits on each of 4 ranks: "));
+    assert_true(program_says(out, "; an outlook: this version trains on one GPU, where this cut "));
+    words[7] = NULL;
+    assert_int_equal(program_run(out, words), 0);
+    assert_true(program_says(out, " on the one GPU that this version trains on; --device-memory"));
     free(out);
 }
 
@@ -520,7 +531,7 @@ static void answers_are_exact(void **state)
     char *out = fixture_path(*state, "exact.out");
     const char *clamped[] = {"plan",
                              "--config",
-                             V4,
+                             v4_config,
                              "--set",
                              "run.device=cuda",
                              "--set",
@@ -533,7 +544,7 @@ static void answers_are_exact(void **state)
     assert_true(program_says(out, "2        fewer were given, the least"));
     const char *twice[] = {"plan",
                            "--config",
-                           V4,
+                           v4_config,
                            "--json",
                            "--set",
                            "run.device=cuda",
@@ -544,7 +555,7 @@ static void answers_are_exact(void **state)
                            "layers,drafter.layers,layers",
                            NULL};
     assert_int_equal(program_run(out, twice), 0);
-    cJSON *root = plan_as_json(out);
+    cJSON *root = program_json(out);
     assert_int_equal(cJSON_GetArraySize(cJSON_GetObjectItem(root, "fit")), 2);
     assert_null(cJSON_GetObjectItem(root, "fit_together"));
     cJSON_Delete(root);
@@ -564,7 +575,7 @@ static void the_smaller_memory_counts(void **state)
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         const char *words[] = {"plan",
                                "--config",
-                               V4,
+                               v4_config,
                                "--set",
                                "run.device=cuda",
                                "--device-memory",
@@ -576,162 +587,6 @@ static void the_smaller_memory_counts(void **state)
         assert_true(program_says(out, cases[i].says));
     }
     free(out);
-}
-
-// ---- runs ----------------------------------------------------------------------------------------
-
-static int64_t needed_by(struct run_fixture *fixture, const char *set)
-{
-    const char *more = set != NULL ? "--set" : NULL;
-    assert_int_equal(run_command(fixture, "plan", true, "plan", "--json", more, set, NULL), 0);
-    cJSON *root = plan_as_json(run_path(fixture, "plan.out"));
-    int64_t needed = whole(root, "needed");
-    assert_int_equal(whole(cJSON_GetObjectItem(root, "disk"), "documents"), RUN_DOCUMENTS);
-    cJSON_Delete(root);
-    return needed;
-}
-
-static const char *limit_of(const struct run_fixture *fixture, int64_t bytes)
-{
-    // run_path keeps texts until the fixture is closed.
-    return strstr(run_path(fixture, "memory.limit=%lld", (long long)bytes), "memory.limit");
-}
-
-// Shards that are there are planned with; patterns without any are named.
-static void shards_that_are_there_are_used(void **state)
-{
-    (void)state;
-    struct run_fixture fixture;
-    run_fixture_open(&fixture);
-    assert_int_equal(run_command(&fixture, "some", true, "plan", "--set",
-                                 "data.train=[none-*.h5, train.h5, gone.h5]", NULL),
-                     0);
-    run_must_say(&fixture, "some", "from 1 shard of data.train");
-    run_must_say(&fixture, "some", "left out: --set data.train: no file matches");
-    run_must_say(&fixture, "some", "none-*.h5");
-    run_must_say(&fixture, "some", "gone.h5: No such file");
-    assert_false(run_says(&fixture, "some", "no shards yet"));
-    run_fixture_close(&fixture);
-}
-
-// What a run that does not fit says is tried: with the first value it names the run fits.
-static void a_run_that_does_not_fit_is_refused(void **state)
-{
-    (void)state;
-    struct run_fixture fixture;
-    run_fixture_open(&fixture);
-    run_fixture_set(&fixture, "memory.group_rows=1024");
-    run_fixture_set(&fixture, "memory.chunk_rows=2048");
-    run_fixture_set(&fixture, "memory.recompute=none");
-    const char *limit = limit_of(&fixture, needed_by(&fixture, NULL) - 100000);
-    assert_int_equal(run_train(&fixture, "tight", "--set", limit, NULL), 2);
-    run_must_say(&fixture, "tight", "nearest that fit");
-    run_must_say(&fixture, "tight", "activations");
-    assert_false(files_exists(run_path(&fixture, "tight"))); // nothing was written
-    char *text = program_text(run_path(&fixture, "tight.out"));
-    char *offer = strstr(text, "--set memory.group_rows=");
-    assert_non_null(offer);
-    const char *smaller = run_path(&fixture, "%.*s", (int)strcspn(offer + 6, " "), offer + 6);
-    smaller = strstr(smaller, "memory.group_rows");
-    assert_int_equal(run_train(&fixture, "fits", "--set", limit, "--set", smaller, "--set",
-                               "run.max_steps=1", NULL),
-                     0);
-    run_must_say(&fixture, "fits", "resident at most");
-    free(text);
-    run_fixture_close(&fixture);
-}
-
-static void open_cuts_become_smaller(void **state)
-{
-    (void)state;
-    struct run_fixture fixture;
-    run_fixture_open(&fixture);
-    run_fixture_set(&fixture, "run.max_steps=4");
-    const char *limit = limit_of(&fixture, needed_by(&fixture, NULL) - 100000);
-    assert_int_equal(run_train(&fixture, "cut", "--set", limit, NULL), 0);
-    run_must_say(&fixture, "cut", "so that");
-    assert_int_equal(run_command(&fixture, "scored", true, "eval", "--checkpoint",
-                                 run_checkpoint(&fixture, "cut", 4), "--set", "data.val=[val.h5]",
-                                 "--set", "memory.limit=1kB", NULL),
-                     2);
-    run_must_say(&fixture, "scored", "this run needs");
-    assert_false(run_says(&fixture, "scored", "drafter.layers"));
-    assert_false(run_says(&fixture, "scored", "data.seq_len"));
-    run_fixture_close(&fixture);
-}
-
-static int count_words(const struct run_fixture *fixture, const char *name, const char *words)
-{
-    char *text = program_text(run_path(fixture, "%s.out", name));
-    int count = 0;
-    for (const char *at = text; (at = strstr(at, words)) != NULL; at++)
-        count++;
-    free(text);
-    return count;
-}
-
-// A run that began with plenty resumes with less only when its cut may change. What is not used is not
-// said, and that results change is said once.
-static void a_frozen_cut_is_not_changed_unasked(void **state)
-{
-    (void)state;
-    struct run_fixture fixture;
-    run_fixture_open(&fixture);
-    run_fixture_set(&fixture, "checkpoint.every=2");
-    const char *limit = limit_of(&fixture, needed_by(&fixture, NULL) - 100000);
-    assert_int_equal(run_train(&fixture, "run", "--set", "run.max_steps=2", NULL), 0);
-    assert_int_equal(run_train(&fixture, "run", "--set", "run.max_steps=4", "--set", limit, NULL),
-                     2);
-    run_must_say(&fixture, "run", "--replan lets it be cut smaller");
-    assert_false(run_says(&fixture, "run", "so that"));
-    assert_false(run_says(&fixture, "run", "data.seq_len"));
-    assert_false(run_says(&fixture, "run", "drafter.layers"));
-    assert_int_equal(
-        run_train(&fixture, "run", "--set", "run.max_steps=4", "--set", limit, "--replan", NULL),
-        0);
-    assert_int_equal(program_checkpoint(run_path(&fixture, "run")), 4);
-    assert_int_equal(count_words(&fixture, "run", "so that"), 1);
-    assert_int_equal(count_words(&fixture, "run", "not bitwise the same"), 1);
-    assert_int_equal(
-        run_train(&fixture, "run", "--set", "memory.limit=1kB", "--set", "run.max_steps=6", NULL),
-        2);
-    run_must_say(&fixture, "run", "nothing near fits");
-    run_must_say(&fixture, "run", "need a new run");
-    run_fixture_close(&fixture);
-}
-
-// An execution.json without a checkpoint binds nobody: with less memory the run chooses anew.
-static void nothing_to_continue_is_cut_anew(void **state)
-{
-    (void)state;
-    struct run_fixture fixture;
-    run_fixture_open(&fixture);
-    run_fixture_set(&fixture, "run.max_steps=1");
-    const char *limit = limit_of(&fixture, needed_by(&fixture, NULL) - 100000);
-    assert_int_equal(run_train(&fixture, "run", NULL), 0);
-    assert_int_equal(rename(run_checkpoint(&fixture, "run", 1), run_path(&fixture, "away")), 0);
-    assert_int_equal(run_train(&fixture, "run", "--set", limit, NULL), 0);
-    run_must_say(&fixture, "run", "run/execution.json can not be obeyed, this run chooses anew");
-    run_must_say(&fixture, "run", "so that");
-    assert_int_equal(program_checkpoint(run_path(&fixture, "run")), 1);
-    run_fixture_close(&fixture);
-}
-
-// More or fewer layers need another list of types, which --set of the layers alone does not give.
-static void listed_layers_are_offered_with_their_list(void **state)
-{
-    (void)state;
-    struct run_fixture fixture;
-    run_fixture_open(&fixture);
-    run_fixture_set(&fixture, "drafter.layer_types=[full_attention,full_attention]");
-    run_fixture_set(&fixture, "memory.recompute=layer");
-    run_fixture_set(&fixture, "memory.group_rows=8");
-    run_fixture_set(&fixture, "memory.chunk_rows=2");
-    const char *limit = limit_of(&fixture, needed_by(&fixture, NULL) - 3000);
-    assert_int_equal(run_train(&fixture, "listed", "--set", limit, NULL), 2);
-    run_must_say(&fixture, "listed", "drafter.layers=1 with a list drafter.layer_types of as many");
-    assert_false(run_says(&fixture, "listed", "--set drafter.layers"));
-    run_fixture_close(&fixture);
 }
 
 static int open_folder(void **state)
@@ -763,14 +618,9 @@ int main(void)
         cmocka_unit_test(keys_grow_together),
         cmocka_unit_test(bad_questions_are_refused),
         cmocka_unit_test(sizes_of_any_target_are_enough),
+        cmocka_unit_test(more_ranks_are_an_outlook),
         cmocka_unit_test(answers_are_exact),
         cmocka_unit_test(the_smaller_memory_counts),
-        cmocka_unit_test(shards_that_are_there_are_used),
-        cmocka_unit_test(a_run_that_does_not_fit_is_refused),
-        cmocka_unit_test(open_cuts_become_smaller),
-        cmocka_unit_test(a_frozen_cut_is_not_changed_unasked),
-        cmocka_unit_test(nothing_to_continue_is_cut_anew),
-        cmocka_unit_test(listed_layers_are_offered_with_their_list),
     };
     return cmocka_run_group_tests(tests, open_folder, close_folder);
 }

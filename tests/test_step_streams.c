@@ -53,7 +53,7 @@ static struct result run(const struct step_fixture *f, const struct backend *bac
     assert_int_equal(step_open(&step, &setup, &err), 0);
     step_load(&step, &f->state);
     for (int r = 0; r < ROWS; r++)
-        step_fixture_row(f, &rows[r], lengths[r], documents[r], (uint64_t)(50 + r));
+        step_fixture_row(f, &rows[r], lengths[r], documents[r], 50 + (uint64_t)r);
     for (int s = 0, r = 0; s < STEPS; s++) {
         step_begin(&step);
         for (int i = 0; i < PER_STEP; i++, r++) {

@@ -19,11 +19,11 @@ struct options {
     const char *checkpoint; // a checkpoint directory
     const char *out;
     const char *format;
-    bool allow_unservable;
-    const char *blocks; // eval: file for one line a visited block
-    const char *target; // data check: target directory
-    long long rows;     // eval: rows to score; 0: all
-    bool served;        // eval: weights rounded to bf16, as exports hold them
+    const char *allow_unservable; // names, "": all; NULL: not given
+    const char *blocks;           // eval: file for one line a visited block
+    const char *target;           // data check, export: target directory
+    long long rows;               // eval: rows to score; 0: all
+    bool served;                  // eval: weights rounded to bf16, as exports hold them
     bool no_verdicts;
     bool markdown;
     const char *target_config, *device_memory, *gpus, *tflops, *vary; // plan

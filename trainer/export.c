@@ -1,6 +1,7 @@
 // Owns the z-lab layout of a DFlash drafter: tensor names are the parameters' own, config.json states
-// what was trained in the words that servers read. Does not own `dtrain export` (export_command.c).
-#include "trainer/export.h"
+// what was trained in the words that servers read. Does not own `dtrain export` (export_command.c) nor
+// what servers do not run (export_servable.c).
+#include "trainer/export_internal.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,32 +13,9 @@
 
 enum { CHUNK = 1 << 16 }; // values converted at a time
 
-static bool any_sliding(const struct dflash_sizes *sizes)
-{
-    bool any = false;
-    for (int64_t i = 0; i < sizes->layers; i++)
-        any |= sizes->sliding[i];
-    return any;
-}
-
-int export_zlab_servable(const struct dflash_sizes *sizes, struct error *err)
-{
-    int result = 0;
-    if (sizes->predict_from_anchor)
-        result = error_add(err, "drafter.predict_from_anchor: no server of DFlash drafters reads "
-                                "slot 0; they take drafts from slot 1 on");
-    if (any_sliding(sizes) && !sizes->sliding_causal)
-        result = error_add(err, "drafter.sliding_window_non_causal: servers run sliding layers "
-                                "causally inside the block and ignore this");
-    if (any_sliding(sizes) && sizes->window_origin != WINDOW_FROM_QUERY)
-        result = error_add(err, "drafter.window_origin: servers measure the window from the query, "
-                                "not from the anchor");
-    return result;
-}
-
 // ---- config.json ---------------------------------------------------------------------------------
 
-static void add_texts(cJSON *object, const char *name, const char *text)
+void export_add_texts(cJSON *object, const char *name, const char *text)
 {
     cJSON_AddItemToArray(cJSON_AddArrayToObject(object, name), cJSON_CreateString(text));
 }
@@ -95,41 +73,22 @@ static void add_rope(cJSON *object, const struct dflash_sizes *sizes)
 
 // layer_types decides. max_window_layers is the layer count whatever the types are: vLLM asserts that
 // for mixed layers, and readers with layer_types do not use it.
-static void add_layers(cJSON *object, const struct dflash_sizes *sizes)
+static void add_layer_types(cJSON *object, const struct dflash_sizes *sizes)
 {
     cJSON *types = cJSON_AddArrayToObject(object, "layer_types");
     for (int64_t i = 0; i < sizes->layers; i++)
         cJSON_AddItemToArray(
             types, cJSON_CreateString(sizes->sliding[i] ? "sliding_attention" : "full_attention"));
-    if (any_sliding(sizes))
+    if (export_any_sliding(sizes))
         json_add_int(object, "sliding_window", sizes->window);
     else
         cJSON_AddNullToObject(object, "sliding_window");
-    cJSON_AddBoolToObject(object, "use_sliding_window", any_sliding(sizes));
+    cJSON_AddBoolToObject(object, "use_sliding_window", export_any_sliding(sizes));
     json_add_int(object, "max_window_layers", sizes->layers);
 }
 
-// What servers do not know but a reader of the checkpoint must: only where it differs from serving.
-static void add_unservable(cJSON *object, const struct dflash_sizes *sizes)
+void export_add_layers(cJSON *object, const struct dflash_sizes *sizes)
 {
-    if (sizes->predict_from_anchor)
-        cJSON_AddTrueToObject(object, "sample_from_anchor");
-    if (any_sliding(sizes) && !sizes->sliding_causal)
-        cJSON_AddTrueToObject(object, "sliding_window_non_causal");
-    if (any_sliding(sizes) && sizes->window_origin != WINDOW_FROM_QUERY)
-        cJSON_AddStringToObject(object, "window_origin", "anchor");
-}
-
-static cJSON *make_config(const struct dflash_sizes *sizes, const struct target *target)
-{
-    cJSON *object = cJSON_CreateObject();
-    add_texts(object, "architectures", "DFlashDraftModel");
-    cJSON_AddStringToObject(cJSON_AddObjectToObject(object, "auto_map"), "AutoModel",
-                            "dflash.DFlashDraftModel");
-    cJSON_AddStringToObject(object, "model_type", "qwen3");
-    json_add_int(object, "block_size", sizes->block_size);
-    add_dflash(object, sizes);
-    json_add_int(object, "num_target_layers", sizes->target_layers);
     json_add_int(object, "num_hidden_layers", sizes->layers);
     json_add_int(object, "hidden_size", sizes->hidden);
     json_add_int(object, "intermediate_size", sizes->intermediate);
@@ -141,7 +100,31 @@ static cJSON *make_config(const struct dflash_sizes *sizes, const struct target 
     add_rope(object, sizes);
     cJSON_AddFalseToObject(object, "attention_bias");
     json_add_int(object, "vocab_size", sizes->vocab);
-    add_layers(object, sizes);
+    add_layer_types(object, sizes);
+}
+
+// What servers do not know but a reader of the checkpoint must: only where it differs from serving.
+static void add_unservable(cJSON *object, const struct dflash_sizes *sizes)
+{
+    if (sizes->predict_from_anchor)
+        cJSON_AddTrueToObject(object, "sample_from_anchor");
+    if (export_any_sliding(sizes) && !sizes->sliding_causal)
+        cJSON_AddTrueToObject(object, "sliding_window_non_causal");
+    if (export_any_sliding(sizes) && sizes->window_origin != WINDOW_FROM_QUERY)
+        cJSON_AddStringToObject(object, "window_origin", "anchor");
+}
+
+static cJSON *make_config(const struct dflash_sizes *sizes, const struct target *target)
+{
+    cJSON *object = cJSON_CreateObject();
+    export_add_texts(object, "architectures", "DFlashDraftModel");
+    cJSON_AddStringToObject(cJSON_AddObjectToObject(object, "auto_map"), "AutoModel",
+                            "dflash.DFlashDraftModel");
+    cJSON_AddStringToObject(object, "model_type", "qwen3");
+    json_add_int(object, "block_size", sizes->block_size);
+    add_dflash(object, sizes);
+    json_add_int(object, "num_target_layers", sizes->target_layers);
+    export_add_layers(object, sizes);
     cJSON_AddBoolToObject(object, "tie_word_embeddings", target->tied);
     cJSON_AddStringToObject(object, "dtype", "bfloat16");
     add_unservable(object, sizes);

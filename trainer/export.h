@@ -3,21 +3,45 @@
 #ifndef TRAINER_EXPORT_H
 #define TRAINER_EXPORT_H
 
+#include "data/safetensors.h"
 #include "drafter/dflash_sizes.h"
 #include "trainer/model_state.h"
 
-// Reasons why the z-lab layout's servers do not run this drafter; 0 when there are none, else -1 and a
-// line each.
-int export_zlab_servable(const struct dflash_sizes *sizes, struct error *err);
-// Writes model.safetensors and config.json into an existing directory. Does not ask
-// export_zlab_servable: checkpoints are written for every drafter.
+// SpecForge reads and writes DFlash drafters in z-lab's layout.
+enum export_format { EXPORT_ZLAB, EXPORT_SPECFORGE, EXPORT_SPECULATORS };
+// zlab, specforge, speculators; -1: no format of this program.
+int export_format_find(const char *name);
+
+// Names that --allow-unservable may list, separated by commas.
+int export_check_allowed(const char *allow, struct error *err);
+// Reasons why the format's servers do not run this drafter, a line each. `allow` names those that are
+// only logged ("": all that can be, NULL: none).
+int export_check_servable(const struct dflash_sizes *sizes, enum export_format format,
+                          const char *allow, struct error *err);
+// Writes model.safetensors and config.json in z-lab's layout into an existing directory. Does not ask
+// export_check_servable: checkpoints are written for every drafter.
 int export_zlab_write(const char *directory, const struct params *params, const float *master,
                       const struct dflash_sizes *sizes, const struct target *target,
                       struct error *err);
-// `dtrain export`: from a complete checkpoint, with the refusals; only what the checkpoint holds is read.
-// allow_unservable waives those that are about windows, not predict_from_anchor. `out` is created and
-// must not hold an export already.
-int export_command(const char *checkpoint, const char *format, const char *out,
-                   bool allow_unservable, struct error *err);
+
+// A drafter in speculators' layout, with the target's embedding and head.
+struct export_speculators {
+    const struct dflash_sizes *sizes;
+    const struct target *target;
+    const char *target_name;         // as servers find it
+    const struct safetensors *model; // the tensors in z-lab's layout, bf16
+};
+int export_speculators_write(const struct export_speculators *drafter, const char *model_path,
+                             const char *config_path, struct error *err);
+
+struct export_request {
+    const char *checkpoint, *out;
+    enum export_format format;
+    const char *target; // directory; NULL: the target.path that the checkpoint's config names
+    const char *allow;  // as in export_check_servable
+};
+// `dtrain export`: from a complete checkpoint, with the refusals. Only speculators' layout reads more
+// than the checkpoint: the target. `out` is created and must not hold an export already.
+int export_command(const struct export_request *request, struct error *err);
 
 #endif

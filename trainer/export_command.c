@@ -1,4 +1,4 @@
-// Owns `dtrain export`: refusals, and the copy out of a checkpoint, which holds the z-lab layout.
+// Owns `dtrain export`: refusals, and the way out of a checkpoint, which holds the z-lab layout.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,42 +9,47 @@
 #include "trainer/checkpoint.h"
 #include "trainer/export.h"
 #include "trainer/files.h"
+#include "trainer/json_text.h"
+#include "trainer/release.h"
+
+int export_format_find(const char *name)
+{
+    static const char *const names[] = {"zlab", "specforge", "speculators"};
+    for (int i = 0; i < (int)(sizeof(names) / sizeof(*names)); i++)
+        if (strcmp(name, names[i]) == 0)
+            return i;
+    return -1;
+}
+
+// What is exported, opened as far as the format needs it.
+struct source {
+    const struct export_request *request;
+    struct config config;
+    struct target target;
+    struct dflash_sizes sizes;
+    struct params params;
+    struct release release; // the checkpoint's own export
+    char *target_name;
+};
 
 // What a server may not run, from the checkpoint's config; the other sizes are not looked at.
-static int served_sizes(struct dflash_sizes *sizes, const struct drafter_config *config,
-                        struct error *err)
+static int served_sizes(struct source *source, struct error *err)
 {
+    const struct drafter_config *config = &source->config.drafter;
     if (config->kind != DRAFTER_DFLASH)
         return error_set(err,
-                         "the checkpoint is of an eagle3 drafter; --format zlab is for dflash");
-    *sizes = (struct dflash_sizes){.layers = config->layers,
-                                   .predict_from_anchor = config->predict_from_anchor,
-                                   .sliding_causal = !config->sliding_window_non_causal,
-                                   .window_origin = config->window_origin};
+                         "the checkpoint is of an eagle3 drafter; this program exports dflash");
+    source->sizes = (struct dflash_sizes){.layers = config->layers,
+                                          .predict_from_anchor = config->predict_from_anchor,
+                                          .sliding_causal = !config->sliding_window_non_causal,
+                                          .window_origin = config->window_origin,
+                                          .vocab = INT64_MAX}; // not known yet
     for (size_t i = 0; i < config->layer_types.count && i < DFLASH_MAX_LAYERS; i++)
-        sizes->sliding[i] = strcmp(config->layer_types.items[i], "sliding_attention") == 0;
+        source->sizes.sliding[i] = strcmp(config->layer_types.items[i], "sliding_attention") == 0;
     return 0;
 }
 
-// predict_from_anchor is refused always: no server has a way to run it.
-static int check_servable(const struct dflash_sizes *sizes, bool allow_unservable,
-                          struct error *err)
-{
-    struct error why = {""};
-    if (export_zlab_servable(sizes, &why) == 0)
-        return 0;
-    if (!allow_unservable || sizes->predict_from_anchor)
-        return error_set(
-            err,
-            "not exported: servers do not run this drafter as it was "
-            "trained%s\n%s",
-            sizes->predict_from_anchor ? "" : " (--allow-unservable exports it all the same)",
-            why.text);
-    log_warn("servers do not run this drafter as it was trained: %s", why.text);
-    return 0;
-}
-
-static void warn_of_windows(const struct dflash_sizes *sizes)
+static void warn_of_windows(const struct dflash_sizes *sizes, enum export_format format)
 {
     int64_t sliding = 0;
     for (int64_t i = 0; i < sizes->layers; i++)
@@ -52,64 +57,173 @@ static void warn_of_windows(const struct dflash_sizes *sizes)
     if (sliding > 0)
         log_warn("this drafter has sliding layers: the Transformers code of z-lab ignores windows "
                  "and is not exact for it; vLLM and SGLang are");
-    if (sliding > 0 && sliding < sizes->layers)
+    if (sliding > 0 && sliding < sizes->layers && format != EXPORT_SPECULATORS)
         log_warn("this drafter mixes sliding and full layers: vLLM needs its V2 model runner "
                  "for it");
 }
 
-static int check_checkpoint(const char *checkpoint, bool allow_unservable, struct error *err)
+static int open_checkpoint(struct source *source, struct error *err)
 {
-    struct config config;
-    config_init(&config);
-    char *path = memory_format("%s/config.yaml", checkpoint);
-    struct dflash_sizes sizes;
-    int result = checkpoint_check(checkpoint, err);
+    const struct export_request *request = source->request;
+    char *path = memory_format("%s/config.yaml", request->checkpoint);
+    int result = checkpoint_check(request->checkpoint, err);
     if (result == 0)
-        result = config_load(&config, path, NULL, 0, err);
+        result = config_load(&source->config, path, NULL, 0, err);
     if (result == 0)
-        result = served_sizes(&sizes, &config.drafter, err);
+        result = served_sizes(source, err);
     if (result == 0)
-        result = check_servable(&sizes, allow_unservable, err);
-    if (result == 0)
-        warn_of_windows(&sizes);
+        result = export_check_servable(&source->sizes, request->format, request->allow, err);
     free(path);
-    config_release(&config);
     return result;
 }
 
-// The copy gets its name when it is whole.
-static int copy_file(const char *checkpoint, const char *out, const char *name, struct error *err)
-{
-    char *from = memory_format("%s/%s", checkpoint, name), *to = memory_format("%s/%s", out, name);
-    char *begun = memory_format("%s/.tmp-%s", out, name);
-    int result = files_copy(from, begun, err);
-    if (result == 0 && rename(begun, to) != 0) {
-        unlink(begun);
-        result = error_set(err, "%s: can not be created", to);
-    }
-    free(begun);
-    free(to);
-    free(from);
-    return result;
-}
+// ---- with the target -----------------------------------------------------------------------------
 
-int export_command(const char *checkpoint, const char *format, const char *out,
-                   bool allow_unservable, struct error *err)
+// The layers that the features came from, which the config may have left to the shards.
+static int read_layer_ids(const char *checkpoint, int64_t *ids, int64_t *count, struct error *err)
 {
-    static const char *const names[] = {"model.safetensors", "config.json"};
-    enum { NAMES = sizeof(names) / sizeof(*names) };
-    if (strcmp(format, "zlab") != 0)
-        return error_set(err, "--format %s: this program writes zlab", format);
-    if (check_checkpoint(checkpoint, allow_unservable, err) != 0)
+    struct json_file file;
+    char *path = memory_format("%s/config.json", checkpoint);
+    int result = json_open(&file, path, err);
+    free(path);
+    if (result != 0)
         return -1;
-    int result = files_make_folder(out, err);
-    for (int i = 0; i < NAMES && result == 0; i++) {
-        char *path = memory_format("%s/%s", out, names[i]);
-        if (files_exists(path))
-            result = error_set(err, "%s: exists already; choose another --out", path);
-        free(path);
+    const cJSON *item = NULL, *dflash = cJSON_GetObjectItem(file.root, "dflash_config");
+    *count = 0;
+    cJSON_ArrayForEach(item, cJSON_GetObjectItem(dflash, "target_layer_ids")) if (*count <
+                                                                                  DFLASH_MAX_LAYERS)
+        ids[(*count)++] = (int64_t)item->valuedouble;
+    json_close(&file);
+    return 0;
+}
+
+// The name that servers load the target by: the run's, else the directory.
+static int read_target_name(struct source *source, struct error *err)
+{
+    struct json_file file;
+    char name[1024];
+    char *path = memory_format("%s/provenance.json", source->request->checkpoint);
+    int result = json_open(&file, path, err);
+    free(path);
+    if (result != 0)
+        return -1;
+    result = json_get_text(&file, "target", name, sizeof(name), err);
+    if (result == 0)
+        source->target_name = memory_strdup(name[0] != '\0' ? name : source->target.path);
+    json_close(&file);
+    return result;
+}
+
+static int refuse_scales(const struct target *target, struct error *err)
+{
+    int faults = 0;
+    if (target->embed_scale != 1.0f)
+        faults |= error_add(err,
+                            "not exported: target %s multiplies its embedding by %g, and this "
+                            "layout has no field for it; --format zlab leaves both to the target",
+                            target->path, (double)target->embed_scale);
+    if (target->logit_scale != 1.0f)
+        faults |= error_add(err,
+                            "not exported: target %s multiplies its logits by %g, and this layout "
+                            "has no field for it; --format zlab leaves both to the target",
+                            target->path, (double)target->logit_scale);
+    return faults;
+}
+
+// The drafter with all its sizes. The checkpoint's config.json must say the same, or the target is not
+// the one that was trained for.
+static int open_drafter(struct source *source, struct error *err)
+{
+    const struct export_request *request = source->request;
+    const char *target = request->target != NULL ? request->target : source->config.target.path;
+    int64_t ids[DFLASH_MAX_LAYERS], count;
+    if (target_open(&source->target, target, err) != 0)
+        return error_prefix(err, "%s", request->target != NULL ? "--target" : "target.path");
+    if (read_layer_ids(request->checkpoint, ids, &count, err) != 0 ||
+        dflash_sizes_resolve(&source->sizes, &source->config.drafter, &source->target, ids, count,
+                             err) != 0)
+        return -1;
+    dflash_params(&source->sizes, &source->params);
+    const struct release_wanted wanted = {&source->sizes, &source->params, &source->target, NULL};
+    if (release_open(&source->release, request->checkpoint, &wanted, err) != 0)
+        return error_prefix(err, "the target is not the one of this checkpoint");
+    if (refuse_scales(&source->target, err) != 0 ||
+        export_check_servable(&source->sizes, request->format, request->allow, err) != 0)
+        return -1;
+    return read_target_name(source, err);
+}
+
+static void close_source(struct source *source)
+{
+    free(source->target_name);
+    release_close(&source->release);
+    params_release(&source->params);
+    target_close(&source->target);
+    config_release(&source->config);
+}
+
+// ---- the files -----------------------------------------------------------------------------------
+
+enum { MODEL, CONFIG, FILES };
+static const char *const names[FILES] = {"model.safetensors", "config.json"};
+
+static int write_files(const struct source *source, char *const *paths, struct error *err)
+{
+    if (source->request->format == EXPORT_SPECULATORS) {
+        const struct export_speculators drafter = {&source->sizes, &source->target,
+                                                   source->target_name, &source->release.model};
+        return export_speculators_write(&drafter, paths[MODEL], paths[CONFIG], err);
     }
-    for (int i = 0; i < NAMES && result == 0; i++)
-        result = copy_file(checkpoint, out, names[i], err);
-    return result == 0 ? files_sync_folder(out, err) : result;
+    int result = 0;
+    for (int i = 0; i < FILES && result == 0; i++) {
+        char *from = memory_format("%s/%s", source->request->checkpoint, names[i]);
+        result = files_copy(from, paths[i], err);
+        free(from);
+    }
+    return result;
+}
+
+// Files get their names when all of them are whole.
+static int publish(const struct source *source, struct error *err)
+{
+    const char *out = source->request->out;
+    char *begun[FILES], *final[FILES];
+    for (int i = 0; i < FILES; i++) {
+        begun[i] = memory_format("%s/.tmp-%s", out, names[i]);
+        final[i] = memory_format("%s/%s", out, names[i]);
+    }
+    int result = 0;
+    for (int i = 0; i < FILES && result == 0; i++)
+        if (files_exists(final[i]))
+            result = error_set(err, "%s: exists already; choose another --out", final[i]);
+    if (result == 0)
+        result = write_files(source, begun, err);
+    for (int i = 0; i < FILES && result == 0; i++)
+        if (rename(begun[i], final[i]) != 0)
+            result = error_set(err, "%s: can not be created", final[i]);
+    for (int i = 0; i < FILES; i++) {
+        unlink(begun[i]); // of a failure
+        free(begun[i]);
+        free(final[i]);
+    }
+    return result;
+}
+
+int export_command(const struct export_request *request, struct error *err)
+{
+    struct source source = {.request = request};
+    config_init(&source.config);
+    int result = open_checkpoint(&source, err);
+    if (result == 0 && request->format == EXPORT_SPECULATORS)
+        result = open_drafter(&source, err);
+    if (result == 0) {
+        warn_of_windows(&source.sizes, request->format);
+        result = files_make_folder(request->out, err);
+    }
+    if (result == 0)
+        result = publish(&source, err);
+    if (result == 0)
+        result = files_sync_folder(request->out, err);
+    close_source(&source);
+    return result;
 }

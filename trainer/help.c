@@ -35,17 +35,23 @@ static const struct help helps[] = {
      "target. Exit status 1 when it does not fit.\n"
      "  --device-memory N  memory of one GPU, as 96GiB (default: that of the GPU here);\n"
      "                     memory.limit counts when it is less\n"
-     "  --gpus N           ranks that share the optimizer's state (default: 1)\n"
+     "  --gpus N           judge N ranks, an outlook: training uses one GPU (default: 1)\n"
      "  --fit              the largest values of keys that fit\n"
      "  --vary KEYS        of which keys, as seq_len,layers (default: seq_len, layers, "
      "group_rows)\n"
      "  --json             everything as one JSON object, every tensor with its bytes\n"
      "  --target-config F  the target's config.json, where target.path is not there\n"
      "  --tflops N         rate for the least time of a step (default: 700, an H200)\n"},
-    {"export", "dtrain export --checkpoint DIR --format zlab --out DIR [--allow-unservable]",
+    {"export",
+     "dtrain export --checkpoint DIR --format zlab|specforge|speculators --out DIR [--target DIR] "
+     "[--allow-unservable[=NAMES]]",
      "Writes a servable drafter (bf16 model.safetensors and config.json).\n"
-     "  --format zlab      read by SGLang, vLLM and z-lab's code\n"
-     "  --allow-unservable write it although servers do not run it as trained\n"},
+     "  --format zlab      read by SGLang, vLLM and z-lab's code; specforge: the same layout\n"
+     "  --format speculators  read by vLLM and speculators: holds the target's embedding and head\n"
+     "  --target DIR       where the target is now (speculators; default: the run's target.path)\n"
+     "  --allow-unservable write it although servers do not run it as trained; =NAMES: only as "
+     "far\n"
+     "                     as these go, of sliding_window_non_causal,window_origin,layer_types\n"},
     {"data check", "dtrain data check [--target DIR] [--no-verdicts] FILE...",
      "Every fault of feature shards by file, document and row; exit status 1 if there is any.\n"
      "Verdicts go to FILE.verdict.json, which training uses to leave bad documents out.\n"

@@ -46,7 +46,7 @@ static const struct option long_options[] = {
     {"checkpoint", required_argument, NULL, OPTION_CHECKPOINT},
     {"out", required_argument, NULL, OPTION_OUT},
     {"format", required_argument, NULL, OPTION_FORMAT},
-    {"allow-unservable", no_argument, NULL, OPTION_ALLOW_UNSERVABLE},
+    {"allow-unservable", optional_argument, NULL, OPTION_ALLOW_UNSERVABLE},
     {"blocks", required_argument, NULL, OPTION_BLOCKS},
     {"target", required_argument, NULL, OPTION_TARGET},
     {"rows", required_argument, NULL, OPTION_ROWS},
@@ -80,8 +80,8 @@ static const struct command commands[] = {
     {"trace", command_trace, "config set checkpoint out", "config out", false},
     {"plan", command_plan, "config set json device-memory gpus fit vary target-config tflops",
      "config", false},
-    {"export", command_export, "checkpoint format out allow-unservable", "checkpoint format out",
-     false},
+    {"export", command_export, "checkpoint format out target allow-unservable",
+     "checkpoint format out", false},
     {"data check", command_data_check, "target no-verdicts", "", true},
     {"data stats", command_data_stats, "", "", true},
     {"config", command_config, "markdown", "", false},
@@ -213,7 +213,7 @@ static int take_option(const struct command *command, int id, struct options *op
         options->format = optarg;
         break;
     case OPTION_ALLOW_UNSERVABLE:
-        options->allow_unservable = true;
+        options->allow_unservable = optarg != NULL ? optarg : "";
         break;
     case OPTION_BLOCKS:
         options->blocks = optarg;

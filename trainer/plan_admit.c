@@ -9,19 +9,25 @@
 #include "trainer/plan_fit.h"
 #include "trainer/plan_print.h"
 
+// 0: there is none.
+static uint64_t memory_limit(const struct config *config)
+{
+    uint64_t bytes = 0;
+    if (config->memory.limit == NULL || byte_size_parse(config->memory.limit, &bytes) != 0)
+        return 0;
+    return bytes;
+}
+
 // What a run may take in all. On a GPU most of the context that the plan counts is there already.
 static size_t free_memory(const struct session *session)
 {
     size_t left = 0, total = 0, used;
-    uint64_t limit = 0;
+    uint64_t limit = memory_limit(session->config);
     session->backend->memory(&left, &total);
     used = total - left;
     if (strcmp(session->backend->name, "cpu") != 0)
         left += used < CUDA_CONTEXT_BEGUN_BYTES ? used : CUDA_CONTEXT_BEGUN_BYTES;
-    if (session->config->memory.limit != NULL &&
-        byte_size_parse(session->config->memory.limit, &limit) == 0 && limit < left)
-        left = (size_t)limit;
-    return left;
+    return limit > 0 && limit < left ? (size_t)limit : left;
 }
 
 static struct plan_subject subject_of(const struct session *session, bool training)
@@ -174,7 +180,11 @@ static int add_offers(struct refusal *r, struct error *err)
               r->lines > 0 ? "nearest that fit:" : "nothing near fits:", r->offers.text);
     if (resumes && r->lines == 0)
         error_add(err, "a smaller data.seq_len or fewer drafter.layers need a new run");
-    return r->how == ADMIT_NEW ? error_add(err, "dtrain plan --fit looks further") : -1;
+    // A plan takes auto for a GPU, also where there is none.
+    bool cpu = strcmp(r->plan->execution.device, "cpu") == 0;
+    return r->how != ADMIT_NEW ? -1
+                               : error_add(err, "dtrain plan --fit%s looks further",
+                                           cpu ? " --set run.device=cpu" : "");
 }
 
 static int refuse(const struct plan_subject *subject, const struct config *config,
@@ -187,7 +197,7 @@ static int refuse(const struct plan_subject *subject, const struct config *confi
     error_set(err, "this run needs %s of %s memory, %s are %s",
               byte_size_text((double)plan->needed, need), cpu ? "this machine's" : "GPU",
               byte_size_text((double)subject->limit, have),
-              config->memory.limit != NULL ? "free or allowed by memory.limit" : "free");
+              memory_limit(config) == subject->limit ? "allowed by memory.limit" : "free");
     error_add(err, "  %s", parts);
     error_add(err, "  with group_rows %lld, chunk_rows %lld, recompute %s, logits %s%s",
               (long long)plan->execution.group_rows, (long long)plan->execution.chunk_rows,
@@ -257,7 +267,7 @@ int plan_admit(struct session *session, enum plan_admission how, size_t *planned
     if (status == 0)
         session->execution = plan.execution;
     if (planned != NULL)
-        *planned = plan_device_bytes(&plan, 1);
+        *planned = plan.needed;
     plan_release(&plan);
     return status;
 }

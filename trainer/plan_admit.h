@@ -14,7 +14,7 @@ enum plan_admission {
 
 // Chooses what the config leaves open so that the session's run fits, and puts it into its execution.
 // -1: it does not fit; err has the plan by group and the nearest values that do. *planned: bytes that it
-// will take; may be NULL.
+// will take, on a CPU those of the host part included; may be NULL.
 int plan_admit(struct session *session, enum plan_admission how, size_t *planned,
                struct error *err);
 

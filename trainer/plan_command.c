@@ -30,8 +30,9 @@ static int take_memory(struct plan_run *run, struct error *err)
     size_t left = 0, total = 0;
     const char *text = run->options->device_memory;
     const struct backend *backend = run->input.subject.backend;
-    if (text != NULL && (byte_size_parse(text, &bytes) != 0 || bytes == 0))
-        return error_set(err, "--device-memory: %s is not a number of bytes; say 96GiB", text);
+    if (text != NULL && byte_size_parse_memory(text, &bytes) != 0)
+        return error_set(err, "--device-memory: %s is no amount of memory with a unit; say 96GiB",
+                         text);
     run->memory_from = text != NULL ? "--device-memory" : "the device here";
     if (text == NULL && run->input.device == PLAN_DEVICE_HERE) {
         backend->memory(&left, &total);
@@ -148,7 +149,8 @@ static int report(struct plan_run *run, struct error *err)
                                   .work = &run->work,
                                   .device_memory = run->device_memory,
                                   .memory_from = run->memory_from,
-                                  .tflops = run->tflops};
+                                  .tflops = run->tflops,
+                                  .fitting = run->options->fit};
     cJSON *root = run->options->json ? plan_json(&r) : NULL;
     int status = 0;
     if (root == NULL)

@@ -297,10 +297,16 @@ static struct fit_try try_factor(const struct together *t, int64_t parts)
     return trial_plan(&trial, t->subject, NULL);
 }
 
+static int64_t largest_multiple(const struct together *t, size_t i)
+{
+    BUG_UNLESS(t->granule[i] > 0);
+    return t->maximum[i] / t->granule[i] * t->granule[i];
+}
+
 static bool all_at_maximum(const struct together *t, int64_t parts)
 {
     for (size_t i = 0; i < t->fit->count; i++)
-        if (scaled(t, i, parts) < t->maximum[i] / t->granule[i] * t->granule[i])
+        if (scaled(t, i, parts) < largest_multiple(t, i))
             return false;
     return true;
 }

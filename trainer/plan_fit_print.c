@@ -103,8 +103,10 @@ void plan_fit_print(const struct plan_fit *fits, size_t count,
                     const struct plan_fit_together *together, size_t device_memory, FILE *out)
 {
     char bytes[BYTE_SIZE_TEXT];
-    fprintf(out, "\nlargest values that fit %s, every other key as it is\n",
-            byte_size_text((double)device_memory, bytes));
+    fprintf(
+        out,
+        "\nlargest values that fit %s, every other key as it is (--vary KEYS asks for others)\n",
+        byte_size_text((double)device_memory, bytes));
     for (size_t i = 0; i < count; i++)
         if (!fits[i].open || !same_answer(&fits[i - 1], &fits[i]))
             print_fit(&fits[i], device_memory, out);

@@ -111,7 +111,24 @@ static void add_work(cJSON *root, const struct plan_report *r)
     json_add_real(flops, "total", w->flops);
     json_add_real(object, "tflops", r->tflops);
     json_add_real(object, "least_seconds", w->seconds);
+    json_add_real(object, "least_seconds_for_ranks", w->rank_seconds);
     add_bytes(object, "read_bytes", w->read_bytes);
+}
+
+// What is not known without shards is left out.
+static void add_run(cJSON *root, const struct plan_report *r)
+{
+    cJSON *object = add_object(root, "run");
+    json_add_int(object, "epochs", r->config->run.epochs);
+    if (r->input->documents.rows > 0) {
+        json_add_int(object, "epoch_rows", r->input->documents.rows);
+        json_add_int(object, "epoch_steps", r->work->epoch_steps);
+    }
+    if (r->work->steps == 0)
+        return;
+    json_add_int(object, "steps", r->work->steps);
+    if (strcmp(r->plan->execution.device, "cpu") != 0) // whose rate is not known
+        json_add_real(object, "least_seconds", r->work->seconds * (double)r->work->steps);
 }
 
 static void add_disk(cJSON *root, const struct plan_report *r)
@@ -140,13 +157,14 @@ cJSON *plan_json(const struct plan_report *r)
         cJSON_AddStringToObject(root, "device_memory_from", r->memory_from);
         cJSON_AddBoolToObject(root, "fits", r->plan->fits);
     }
-    if (r->input->missing_shards[0] != '\0')
-        cJSON_AddStringToObject(root, "missing_shards", r->input->missing_shards);
+    if (r->input->missing_shards.text[0] != '\0')
+        cJSON_AddStringToObject(root, "missing_shards", r->input->missing_shards.text);
     add_model(root, r);
     add_execution(root, r);
     add_ranks(root, r);
     add_host(root, r->plan);
     add_work(root, r);
+    add_run(root, r);
     add_disk(root, r);
     add_tensors(root, &r->plan->arena);
     return root;

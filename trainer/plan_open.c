@@ -90,8 +90,32 @@ static int open_headers(struct headers *headers, const struct config_texts *path
     return faults != 0 ? -1 : 0;
 }
 
-static void sum_documents(struct plan_documents *d, const struct headers *headers, int64_t seq_len)
+// Rows of the first epoch as training packs them. Masks are not read, so that documents without a
+// supervised token, which training leaves out, count.
+static int64_t count_rows(const struct headers *headers, int64_t count, const struct config *config)
 {
+    struct documents all = {.items = memory_alloc((size_t)count, sizeof(*all.items))};
+    struct packing packing;
+    for (size_t i = 0; i < headers->count; i++) {
+        const struct shard *shard = &headers->shards[i];
+        for (int64_t n = 0; n < shard->documents; n++) {
+            int64_t length = shard->doc_offsets[n + 1] - shard->doc_offsets[n];
+            length = length < config->data.seq_len ? length : config->data.seq_len;
+            all.items[all.count++] =
+                (struct document){.id = shard->doc_ids[n], .length = (int32_t)length};
+        }
+    }
+    packing_make(&packing, &all, config->data.seq_len, (uint64_t)config->run.seed, 0, true);
+    int64_t rows = packing.rows;
+    packing_release(&packing);
+    free(all.items);
+    return rows;
+}
+
+static void sum_documents(struct plan_documents *d, const struct headers *headers,
+                          const struct config *config)
+{
+    int64_t seq_len = config->data.seq_len;
     double squares = 0.0;
     *d = (struct plan_documents){.shards = (int64_t)headers->count};
     for (size_t i = 0; i < headers->count; i++) {
@@ -106,6 +130,7 @@ static void sum_documents(struct plan_documents *d, const struct headers *header
         }
     }
     d->mean_length = d->tokens > 0 ? squares / (double)d->tokens : 0.0;
+    d->rows = count_rows(headers, d->documents, config);
 }
 
 static int check_target(const struct shard *shard, const struct target *target, struct error *err)
@@ -140,7 +165,7 @@ static int use_shards(struct plan_input *input, const struct config *config,
         s->layer_ids[l] = first->layer_ids[s->plane[l]];
     s->planes = first->planes;
     s->last_hidden = first->last_hidden;
-    sum_documents(&input->documents, headers, config->data.seq_len);
+    sum_documents(&input->documents, headers, config);
     s->documents = input->documents.documents;
     snprintf(input->data_from, sizeof(input->data_from), "%zu shard%s of data.train",
              headers->count, headers->count == 1 ? "" : "s");
@@ -222,7 +247,7 @@ static int open_data(struct plan_input *input, struct config *config, struct err
     config->data.val = val;
     if (!found)
         return imagine_shards(input, config, missing.text, err);
-    snprintf(input->missing_shards, sizeof(input->missing_shards), "%s", missing.text);
+    input->missing_shards = missing;
     int status = open_headers(&headers, &config->data.train, err);
     if (status == 0)
         status = use_shards(input, config, &headers, err);

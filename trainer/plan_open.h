@@ -13,10 +13,10 @@ enum plan_device {
 
 struct plan_input {
     struct target target;
-    char target_from[320];     // where its sizes are from, in words
-    char data_from[64];        // where planes and documents are from, in words
-    char no_shards[512];       // why there are no shards; "": there are
-    char missing_shards[1024]; // beside those that are there, a line each
+    char target_from[320];       // where its sizes are from, in words
+    char data_from[64];          // where planes and documents are from, in words
+    char no_shards[512];         // why there are no shards; "": there are
+    struct error missing_shards; // beside those that are there, a line each
     struct plan_subject subject;
     struct plan_documents documents;
     enum plan_device device;

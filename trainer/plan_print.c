@@ -61,7 +61,7 @@ static void print_model(const struct plan_report *r, FILE *out)
     fprintf(out, "          from %s\n", r->input->data_from);
     if (r->input->no_shards[0] != '\0')
         fprintf(out, "          no shards yet: %s\n", r->input->no_shards);
-    for (const char *line = r->input->missing_shards; *line != '\0'; line += line[0] == '\n') {
+    for (const char *line = r->input->missing_shards.text; *line != '\0'; line += line[0] == '\n') {
         size_t n = strcspn(line, "\n");
         fprintf(out, "          left out: %.*s\n", (int)n, line);
         line += n;
@@ -199,9 +199,55 @@ static void print_work(const struct plan_report *r, FILE *out)
         "  Every anchor drawn, every token supervised; a block row sees %.0f tokens of context\n"
         "  on average%s.\n",
         w->visible, w->guessed ? ", were every row one document" : " over these documents");
+    if (strcmp(r->plan->execution.device, "cpu") == 0)
+        return;
+    fprintf(out, "  %-20s %9.2f s at %.0f TFLOP/s and %.1f TB/s for the update, on one GPU\n",
+            "at least", w->seconds, r->tflops, plan_bandwidth * 1e-12);
+    if (r->input->subject.ranks > 1)
+        fprintf(out, "  %-20s %9.2f s on %lld GPUs, which this version does not use\n", "outlook",
+                w->rank_seconds, (long long)r->input->subject.ranks);
+}
+
+static const char *time_text(double seconds, char text[PLAN_NUMBER_TEXT])
+{
+    bool hours = seconds >= 3600.0, minutes = seconds >= 60.0;
+    snprintf(text, PLAN_NUMBER_TEXT, "%.1f %s",
+             seconds / (hours     ? 3600.0
+                        : minutes ? 60.0
+                                  : 1.0),
+             hours     ? "h"
+             : minutes ? "min"
+                       : "s");
+    return text;
+}
+
+static void print_run(const struct plan_report *r, FILE *out)
+{
+    const struct plan_work *w = r->work;
+    char a[PLAN_NUMBER_TEXT], b[PLAN_NUMBER_TEXT];
+    int64_t rows = r->input->documents.rows;
+    fprintf(out, "\nthe run: epochs %s", plan_number(r->config->run.epochs, a));
+    if (r->config->run.max_steps > 0)
+        fprintf(out, ", max_steps %s", plan_number(r->config->run.max_steps, a));
+    if (rows > 0)
+        fprintf(out, "\n  %-20s %s rows, %s steps\n", "an epoch", plan_number(rows, a),
+                plan_number(w->epoch_steps, b));
+    else
+        fprintf(out,
+                "\n  Rows of an epoch are not known without the shards of data.train: one for\n"
+                "  every %s tokens at least.\n",
+                plan_number(r->config->data.seq_len, a));
+    if (w->steps == 0)
+        return;
+    fprintf(out, "  %-20s %s%s\n", "steps", plan_number(w->steps, a),
+            rows > 0 ? "" : " at most, by run.max_steps");
     if (strcmp(r->plan->execution.device, "cpu") != 0)
-        fprintf(out, "  %-20s %9.2f s at %.0f TFLOP/s and %.1f TB/s for the update\n", "at least",
-                w->seconds, r->tflops, plan_bandwidth * 1e-12);
+        fprintf(out, "  %-20s %s, validation and checkpoints not counted\n", "at least",
+                time_text(w->seconds * (double)w->steps, a));
+    if (rows > 0)
+        fprintf(out,
+                "  Training leaves out documents without a supervised token, which count here;\n"
+                "  another epoch may have a row more or less.\n");
 }
 
 static void print_disk(const struct plan_report *r, FILE *out)
@@ -223,25 +269,40 @@ static void print_disk(const struct plan_report *r, FILE *out)
             byte_size_text(checkpoint, a), byte_size_text(checkpoint * kept, b), kept);
 }
 
+// An outlook on several ranks must not be taken for what a run of this version does.
+static void print_one_rank(const struct plan_report *r, FILE *out)
+{
+    char text[BYTE_SIZE_TEXT];
+    size_t needed = plan_needed(r->plan, 1);
+    fprintf(out, "; an outlook: this version trains on one GPU, where this cut %s: %s",
+            needed <= r->device_memory ? "fits" : "does not fit",
+            byte_size_text((double)needed, text));
+}
+
 static void print_verdict(const struct plan_report *r, FILE *out)
 {
     char need[BYTE_SIZE_TEXT], have[BYTE_SIZE_TEXT], gap[BYTE_SIZE_TEXT];
     double needed = (double)r->plan->needed, limit = (double)r->device_memory;
     if (r->device_memory == 0) {
-        fprintf(out, "\nneeds %s; --device-memory 96GiB says whether that fits\n",
-                byte_size_text(needed, need));
+        fprintf(out, "\nneeds %s", byte_size_text(needed, need));
+        if (r->input->subject.ranks > 1)
+            fprintf(out, " on each of %lld ranks, %s on the one GPU that this version trains on",
+                    (long long)r->input->subject.ranks,
+                    byte_size_text((double)plan_needed(r->plan, 1), have));
+        fprintf(out, "; --device-memory 96GiB says whether that fits\n");
         return;
     }
     byte_size_text(needed, need);
     byte_size_text(limit, have);
     byte_size_text(needed > limit ? needed - limit : limit - needed, gap);
-    char ranks[48] = "";
+    fprintf(out, "\n%s", r->plan->fits ? "fits" : "does not fit");
     if (r->input->subject.ranks > 1)
-        snprintf(ranks, sizeof(ranks), " on each of %lld ranks",
-                 (long long)r->input->subject.ranks);
-    fprintf(out, "\n%s%s: %s of %s (%s), %s %s\n", r->plan->fits ? "fits" : "does not fit", ranks,
-            need, have, r->memory_from, gap,
-            r->plan->fits ? "to spare" : "too much; --fit finds what does");
+        fprintf(out, " on each of %lld ranks", (long long)r->input->subject.ranks);
+    fprintf(out, ": %s of %s (%s), %s %s", need, have, r->memory_from, gap,
+            r->plan->fits ? "to spare" : "too much");
+    if (r->input->subject.ranks > 1)
+        print_one_rank(r, out);
+    fprintf(out, "%s\n", r->plan->fits || r->fitting ? "" : "; --fit finds what does");
 }
 
 void plan_print(const struct plan_report *r, FILE *out)
@@ -259,6 +320,7 @@ void plan_print(const struct plan_report *r, FILE *out)
     print_host(r, out);
     print_choices(r, out);
     print_work(r, out);
+    print_run(r, out);
     print_disk(r, out);
     print_verdict(r, out);
 }

@@ -16,6 +16,7 @@ struct plan_report {
     size_t device_memory;    // of one device; 0: not known
     const char *memory_from; // what says so
     double tflops;
+    bool fitting; // values that fit are looked for, too
 };
 
 void plan_print(const struct plan_report *report, FILE *out);

@@ -81,6 +81,25 @@ static void sum(struct plan_work *w)
     }
 }
 
+// Of the whole run; later epochs may have a row more or less than the first.
+static void count_steps(struct plan_work *w, const struct config *config,
+                        const struct plan_documents *documents)
+{
+    int64_t most = config->run.max_steps;
+    w->epoch_steps = (documents->rows + w->rows - 1) / w->rows;
+    w->steps = w->epoch_steps * config->run.epochs;
+    if (most > 0 && (w->steps == 0 || w->steps > most))
+        w->steps = most;
+}
+
+// Of the busiest of so many ranks.
+static double least_seconds(const struct plan_work *w, int64_t ranks, double tflops)
+{
+    double rows = ceil((double)w->rows / (double)ranks);
+    return w->flops * rows / (double)w->rows / (tflops * 1e12) +
+           w->optimizer_bytes / (double)ranks / plan_bandwidth;
+}
+
 void plan_work(struct plan_work *w, const struct plan *plan, const struct plan_subject *subject,
                const struct config *config, const struct plan_documents *documents, double tflops)
 {
@@ -89,14 +108,14 @@ void plan_work(struct plan_work *w, const struct plan *plan, const struct plan_s
     count_layers(w, plan, config);
     count_loss(w, plan, subject);
     sum(w);
+    count_steps(w, config, documents);
     // Gradients cleared and read, masters and moments read and written, weights written.
     double elements = (double)plan->params.elements;
     double copy = strcmp(plan->execution.compute, "bf16") == 0 ? 2.0 : 0.0;
     w->optimizer_bytes = elements * (4.0 + 4.0 + 3.0 * 8.0 + copy);
     w->read_bytes = (double)(w->rows * config->data.seq_len) * plan_token_bytes(subject);
-    w->rank_rows = ceil((double)w->rows / (double)subject->ranks);
-    w->seconds = w->flops * w->rank_rows / (double)w->rows / (tflops * 1e12) +
-                 w->optimizer_bytes / (double)subject->ranks / plan_bandwidth;
+    w->seconds = least_seconds(w, 1, tflops);
+    w->rank_seconds = least_seconds(w, subject->ranks, tflops);
 }
 
 double plan_token_bytes(const struct plan_subject *subject)

@@ -7,6 +7,7 @@
 // What is known of the documents.
 struct plan_documents {
     int64_t shards, documents, tokens; // 0: no shards yet
+    int64_t rows;                      // packed, of the first epoch
     double file_bytes;
     double mean_length; // of the document that a token is in, cut to seq_len
 };
@@ -26,8 +27,10 @@ struct plan_work {
     double flops;
     double optimizer_bytes; // read and written by the update
     double read_bytes;      // from shards
-    double seconds;         // of one rank with the rate given, at least
-    double rank_rows;       // rows of the busiest rank
+    double seconds;         // on one GPU with the rate given, at least
+    double rank_seconds;    // on each of the subject's ranks
+    // of the whole run; 0: not known
+    int64_t epoch_steps, steps;
 };
 
 enum { PLAN_TFLOPS = 700 };                  // sustained bf16 products of an H200

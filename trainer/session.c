@@ -46,9 +46,6 @@ int session_check_built(const struct config *config, struct error *err)
     if (config->drafter.kind != DRAFTER_DFLASH)
         return refuse_key(config, config->lines.drafter.kind, err,
                           "drafter.kind: eagle3 can not be trained by this version, only dflash");
-    if (config->drafter.init_from != NULL)
-        return refuse_key(config, config->lines.drafter.init_from, err,
-                          "drafter.init_from: this version can not start from a released drafter");
     if (config->target.path == NULL)
         return error_set(err, "target.path: required; a target directory or Hugging Face model");
     return 0;
@@ -179,6 +176,22 @@ void session_close(struct session *session)
     target_close(&session->target);
     documents_close(&session->train);
     documents_close(&session->val);
+}
+
+int session_open_release(const struct session *session, struct release *release, struct error *err)
+{
+    const struct drafter_config *drafter = &session->config->drafter;
+    *release = (struct release){.layout = RELEASE_ZLAB};
+    if (drafter->init_from == NULL)
+        return 0;
+    const struct release_wanted wanted = {&session->sizes, &session->params, &session->target,
+                                          &drafter->init_allow};
+    if (release_open(release, drafter->init_from, &wanted, err) != 0)
+        return error_prefix(err,
+                            "drafter.init_from: not the drafter of this config (drafter.init_allow "
+                            "accepts by name)");
+    log_info("starting from the weights of %s", drafter->init_from);
+    return 0;
 }
 
 struct step_setup session_step_setup(const struct session *session, bool training)

@@ -42,6 +42,8 @@ const struct documents *session_documents(const struct session *session);
 // What a resumed run must find again: all training documents, which of them are trained on, and the
 // target's weights.
 uint64_t session_fingerprint(const struct session *session);
+// drafter.init_from, compared with the session; without it the release has no tensors.
+int session_open_release(const struct session *session, struct release *release, struct error *err);
 struct step_setup session_step_setup(const struct session *session, bool training);
 
 // A prefetch_epoch_fn: the rows of a training epoch; context is the session.

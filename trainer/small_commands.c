@@ -21,12 +21,22 @@ int command_config(const struct options *options)
 int command_export(const struct options *options)
 {
     struct error err = {0};
-    if (strcmp(options->format, "zlab") != 0) {
-        log_error("--format %s: this program writes zlab", options->format);
+    int format = export_format_find(options->format);
+    if (format < 0) {
+        log_error("--format %s: this program writes zlab, specforge and speculators",
+                  options->format);
         return EXIT_REFUSED;
     }
-    if (export_command(options->checkpoint, options->format, options->out,
-                       options->allow_unservable, &err) == 0)
+    if (export_check_allowed(options->allow_unservable, &err) != 0) {
+        log_error("%s", err.text);
+        return EXIT_REFUSED;
+    }
+    const struct export_request request = {.checkpoint = options->checkpoint,
+                                           .out = options->out,
+                                           .format = (enum export_format)format,
+                                           .target = options->target,
+                                           .allow = options->allow_unservable};
+    if (export_command(&request, &err) == 0)
         return EXIT_DONE;
     log_error("%s", err.text);
     return EXIT_FAILED;

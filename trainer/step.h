@@ -9,6 +9,7 @@
 #include "loss/loss.h"
 #include "trainer/execution.h"
 #include "trainer/model_state.h"
+#include "trainer/release.h"
 #include "trainer/step_clock.h"
 #include "trainer/step_stage.h"
 #include "trainer/transfer.h"
@@ -73,8 +74,8 @@ void step_plan(struct arena *arena, const struct step_setup *setup);
 int step_open(struct step *step, const struct step_setup *setup, struct error *err);
 void step_close(struct step *step);
 
-// Initial weights of the config's seed; moments 0.
-void step_initialize(struct step *step);
+// Initial weights: the release's, and of the config's seed where it (or NULL) has none; moments 0.
+void step_initialize(struct step *step, const struct release *release);
 void step_load(struct step *step, const struct model_state *state);
 // A tensor of the target to backend memory in `type`.
 void step_load_frozen(struct step *step, const struct target_tensor *tensor, void *to,

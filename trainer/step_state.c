@@ -61,20 +61,28 @@ void step_load(struct step *step, const struct model_state *state)
     make_weights(step);
 }
 
+struct initial {
+    const struct step *step;
+    const struct release *release;
+};
+
 static void initial_values(void *context, size_t at, size_t bytes, void *out)
 {
-    const struct step *step = context;
-    const struct config *config = step->setup.config;
-    params_values(step->setup.params, (uint64_t)config->run.seed, config->drafter.init_std,
-                  (int64_t)(at / sizeof(float)), (int64_t)(bytes / sizeof(float)), out);
+    const struct initial *initial = context;
+    const struct step_setup *setup = &initial->step->setup;
+    int64_t first = (int64_t)(at / sizeof(float)), count = (int64_t)(bytes / sizeof(float));
+    params_values(setup->params, (uint64_t)setup->config->run.seed, setup->config->drafter.init_std,
+                  first, count, out);
+    release_values(initial->release, setup->params, first, count, out);
 }
 
-void step_initialize(struct step *step)
+void step_initialize(struct step *step, const struct release *release)
 {
     const struct backend *backend = step->setup.backend;
+    struct initial initial = {step, release};
     backend->zero(step->stream, step->m, state_bytes(step));
     backend->zero(step->stream, step->v, state_bytes(step));
-    transfer_in(&step->transfer, step->master, state_bytes(step), initial_values, step);
+    transfer_in(&step->transfer, step->master, state_bytes(step), initial_values, &initial);
     make_weights(step);
 }
 

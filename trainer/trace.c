@@ -55,6 +55,7 @@ struct trace_row {
 struct trace {
     struct config config;
     struct session session;
+    struct release release; // that the first step starts from
     struct step step;
     struct trace_row *rows;
     int64_t row_count;
@@ -330,6 +331,23 @@ static void keep_gradients(struct trace *trace)
         trace->grads[i] = (float)((double)trace->grads[i] / sum);
 }
 
+// The state before the step.
+static int load_before(struct trace *trace, const struct options *options, struct error *err)
+{
+    const struct session *session = &trace->session;
+    const struct params *params = &session->params;
+    float *master = trace->before.master;
+    if (options->checkpoint == NULL) {
+        params_initialize(params, (uint64_t)trace->config.run.seed, trace->config.drafter.init_std,
+                          master);
+        release_values(&trace->release, params, 0, params->elements, master);
+        return 0;
+    }
+    if (checkpoint_read(options->checkpoint, &trace->before, NULL, err) != 0)
+        return -1;
+    return resume_check_drafter(options->checkpoint, session, err);
+}
+
 static int run_trace(struct trace *trace, const struct options *options, struct error *err)
 {
     const struct params *params = &trace->session.params;
@@ -338,11 +356,7 @@ static int run_trace(struct trace *trace, const struct options *options, struct 
     model_state_open(&trace->before, params);
     model_state_open(&trace->after, params);
     trace->grads = memory_alloc((size_t)params->elements, sizeof(*trace->grads));
-    if (options->checkpoint == NULL)
-        params_initialize(params, (uint64_t)trace->config.run.seed, trace->config.drafter.init_std,
-                          trace->before.master);
-    else if (checkpoint_read(options->checkpoint, &trace->before, NULL, err) != 0 ||
-             resume_check_drafter(options->checkpoint, &trace->session, err) != 0)
+    if (load_before(trace, options, err) != 0)
         return -1;
     if (step_open(&trace->step, &setup, err) != 0)
         return -1;
@@ -382,6 +396,7 @@ static void close_trace(struct trace *trace)
     model_state_close(&trace->before);
     model_state_close(&trace->after);
     step_close(&trace->step);
+    release_close(&trace->release);
     session_close(&trace->session);
     config_release(&trace->config);
 }
@@ -395,7 +410,9 @@ int command_trace(const struct options *options)
     if (session_config(&trace.config, options->config, options->sets, options->set_count,
                        SESSION_TRAIN, &err) != 0 ||
         session_open(&trace.session, &trace.config, SESSION_TRAIN, &err) != 0 ||
-        plan_admit(&trace.session, ADMIT_NEW, NULL, &err) != 0)
+        plan_admit(&trace.session, ADMIT_NEW, NULL, &err) != 0 ||
+        (options->checkpoint == NULL &&
+         session_open_release(&trace.session, &trace.release, &err) != 0))
         goto out;
     status = run_trace(&trace, options, &err) == 0 ? EXIT_DONE : EXIT_FAILED;
 out:

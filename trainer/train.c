@@ -32,6 +32,7 @@ struct run {
     const struct options *options;
     struct config config;
     struct session session;
+    struct release release; // that a fresh run starts from; open until then
     struct run_folder folder;
     struct start_times times;
     struct step step;
@@ -438,7 +439,8 @@ static int load_state(struct run *run, struct resume *resume, int *status, struc
     if (resume->path != NULL)
         step_load(&run->step, state);
     else
-        step_initialize(&run->step);
+        step_initialize(&run->step, &run->release);
+    release_close(&run->release);
     run->times.state = timer_now();
     return 0;
 }
@@ -489,6 +491,8 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
         *status = resume->failed ? EXIT_FAILED : EXIT_REFUSED;
         return -1;
     }
+    if (resume->path == NULL && session_open_release(session, &run->release, err) != 0)
+        return -1;
     if (admit(run, resume, err) != 0)
         return -1;
     run->info = (struct checkpoint_info){.config = config,
@@ -559,7 +563,9 @@ static void report_memory(struct run *run)
     byte_size_text((double)run->begin_bytes, begin);
     byte_size_text((double)run->planned_bytes, planned);
     if (strcmp(run->session.execution.device, "cpu") == 0)
-        log_info("memory: %s resident at most; %s were planned for the step alone", most, planned);
+        log_info("memory: %s resident at most, %s planned for step and host part; the program, its "
+                 "libraries and the target's mapped files come on top (%s when the run began)",
+                 most, planned, begin);
     else
         log_info(
             "GPU memory: %s in use at most, %s planned, both with the CUDA context; %s were in "
@@ -578,6 +584,7 @@ static void close_run(struct run *run)
     if (run->writer != NULL)
         checkpoint_writer_close(run->writer);
     run_folder_close(&run->folder);
+    release_close(&run->release);
     session_close(&run->session);
     config_release(&run->config);
     session_steps_release(&run->steps);

@@ -152,13 +152,16 @@ def forced_anchors(anchors, spare):
     return choose
 
 
-def run_theirs(config, shape, target, rows, params, last_hidden, packed, own_choice=False):
-    """(loss, gradients, accept_len, slots) of their model over all rows, divided by all slots at once."""
+def run_theirs(config, shape, target, rows, params, last_hidden, packed, own_choice=False, model=None):
+    """(loss, gradients, accept_len, slots) of their model over all rows, divided by all slots at once.
+
+    model: one of theirs that holds the parameters already.
+    """
     import speculators.models.dflash.core as core
     from speculators.losses import resolve_loss_config
 
     loss = config["loss"]
-    model = their_model(shape, target, params, last_hidden)
+    model = their_model(shape, target, params, last_hidden) if model is None else model
     weights = {TERM_NAMES[n]: loss[n] for n in TERM_NAMES if loss[n] > 0}
     terms = resolve_loss_config(str(weights).replace("'", '"'), "eager")
     weighting = {"exp": "fixed-exp-decay", "dpace": "dpace"}[loss["slot_weight"]]

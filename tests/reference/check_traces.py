@@ -72,15 +72,20 @@ def write_target(folder, untied):
     save_file(tensors, os.path.join(folder, "head.safetensors"))
 
 
-def write_shard(path, last_hidden):
-    """Documents of 1 to 40 tokens, with prompts and gaps in the supervised parts."""
-    rng = np.random.default_rng(12)
+def random_documents(rng):
+    """Documents of 1 to 40 tokens, with prompts and gaps in the supervised parts: lengths, mask."""
     lengths = rng.integers(3, 41, 14).tolist() + [1, 2]
-    N, P = sum(lengths), len(SHARD_LAYERS) + 1
-    mask = (rng.random(N) < 0.85).astype(np.uint8)
-    offsets = np.cumsum([0] + lengths).astype(np.int64)
-    for start in offsets[:-1]:
+    mask = (rng.random(sum(lengths)) < 0.85).astype(np.uint8)
+    for start in np.cumsum([0] + lengths)[:-1]:
         mask[start : start + 2] = 0
+    return lengths, mask
+
+
+def write_shard(path, last_hidden, documents=random_documents):
+    rng = np.random.default_rng(12)
+    lengths, mask = documents(rng)
+    N, P = sum(lengths), len(SHARD_LAYERS) + 1
+    offsets = np.cumsum([0] + lengths).astype(np.int64)
     planes = torch.from_numpy(rng.standard_normal((N, P, HIDDEN))).to(torch.bfloat16)
     with h5py.File(path, "w") as file:
         file.attrs.update(

@@ -156,6 +156,17 @@ bool program_says(const char *path, const char *words)
     return found;
 }
 
+cJSON *program_json(const char *path)
+{
+    char *text = program_text(path);
+    char *object = strchr(text, '{');
+    cJSON *root = object != NULL ? cJSON_Parse(object) : NULL;
+    if (root == NULL)
+        fail_msg("not JSON: %s", text);
+    free(text);
+    return root;
+}
+
 cJSON *program_metrics(const char *run)
 {
     char *path = memory_format("%s/metrics.jsonl", run), *text = program_text(path);

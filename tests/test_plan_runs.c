@@ -1,0 +1,217 @@
+// Runs and the plan before them: shards that are there, what is refused at the start and offered instead,
+// cuts that become smaller, and when a frozen cut may.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "tests/support/run_fixture.h"
+#include "trainer/files.h"
+
+static int64_t needed_by(struct run_fixture *fixture, const char *set)
+{
+    const char *more = set != NULL ? "--set" : NULL;
+    assert_int_equal(run_command(fixture, "plan", true, "plan", "--json", more, set, NULL), 0);
+    cJSON *root = program_json(run_path(fixture, "plan.out"));
+    int64_t needed = (int64_t)program_number(root, "needed");
+    assert_int_equal((int64_t)program_number(cJSON_GetObjectItem(root, "disk"), "documents"),
+                     RUN_DOCUMENTS);
+    cJSON_Delete(root);
+    return needed;
+}
+
+static const char *limit_of(const struct run_fixture *fixture, int64_t bytes)
+{
+    // run_path keeps texts until the fixture is closed.
+    return strstr(run_path(fixture, "memory.limit=%lld", (long long)bytes), "memory.limit");
+}
+
+// Shards that are there are planned with; patterns without any are named.
+static void shards_that_are_there_are_used(void **state)
+{
+    (void)state;
+    struct run_fixture fixture;
+    run_fixture_open(&fixture);
+    assert_int_equal(run_command(&fixture, "some", true, "plan", "--set",
+                                 "data.train=[none-*.h5, train.h5, gone.h5]", NULL),
+                     0);
+    run_must_say(&fixture, "some", "from 1 shard of data.train");
+    run_must_say(&fixture, "some", "left out: --set data.train: no file matches");
+    run_must_say(&fixture, "some", "none-*.h5");
+    run_must_say(&fixture, "some", "gone.h5: No such file");
+    assert_false(run_says(&fixture, "some", "no shards yet"));
+    run_fixture_close(&fixture);
+}
+
+static int count_words(const struct run_fixture *fixture, const char *name, const char *words)
+{
+    char *text = program_text(run_path(fixture, "%s.out", name));
+    int count = 0;
+    for (const char *at = text; (at = strstr(at, words)) != NULL; at++)
+        count++;
+    free(text);
+    return count;
+}
+
+// What a run that does not fit says is tried: with the first value it names the run fits.
+static void a_run_that_does_not_fit_is_refused(void **state)
+{
+    (void)state;
+    struct run_fixture fixture;
+    run_fixture_open(&fixture);
+    run_fixture_set(&fixture, "memory.group_rows=1024");
+    run_fixture_set(&fixture, "memory.chunk_rows=2048");
+    run_fixture_set(&fixture, "memory.recompute=none");
+    const char *limit = limit_of(&fixture, needed_by(&fixture, NULL) - 100000);
+    assert_int_equal(run_train(&fixture, "tight", "--set", limit, NULL), 2);
+    run_must_say(&fixture, "tight", "nearest that fit");
+    run_must_say(&fixture, "tight", "activations");
+    run_must_say(&fixture, "tight", "allowed by memory.limit");
+    run_must_say(&fixture, "tight", "dtrain plan --fit --set run.device=cpu looks further");
+    assert_false(files_exists(run_path(&fixture, "tight"))); // nothing was written
+    char *text = program_text(run_path(&fixture, "tight.out"));
+    char *offer = strstr(text, "--set memory.group_rows=");
+    assert_non_null(offer);
+    const char *smaller = run_path(&fixture, "%.*s", (int)strcspn(offer + 6, " "), offer + 6);
+    smaller = strstr(smaller, "memory.group_rows");
+    assert_int_equal(run_train(&fixture, "fits", "--set", limit, "--set", smaller, "--set",
+                               "run.max_steps=1", NULL),
+                     0);
+    run_must_say(&fixture, "fits", "resident at most");
+    // The offer, the first lines and the last one have one number.
+    const char *needs = run_path(&fixture, "%.*s", (int)strcspn(strstr(offer, "needs ") + 6, ","),
+                                 strstr(offer, "needs ") + 6);
+    needs = strrchr(needs, '/') + 1;
+    assert_int_equal(count_words(&fixture, "fits", needs), 2);
+    free(text);
+    run_fixture_close(&fixture);
+}
+
+static void open_cuts_become_smaller(void **state)
+{
+    (void)state;
+    struct run_fixture fixture;
+    run_fixture_open(&fixture);
+    run_fixture_set(&fixture, "run.max_steps=4");
+    const char *limit = limit_of(&fixture, needed_by(&fixture, NULL) - 100000);
+    assert_int_equal(run_train(&fixture, "cut", "--set", limit, NULL), 0);
+    run_must_say(&fixture, "cut", "so that");
+    assert_int_equal(run_command(&fixture, "scored", true, "eval", "--checkpoint",
+                                 run_checkpoint(&fixture, "cut", 4), "--set", "data.val=[val.h5]",
+                                 "--set", "memory.limit=1kB", NULL),
+                     2);
+    run_must_say(&fixture, "scored", "this run needs");
+    assert_false(run_says(&fixture, "scored", "drafter.layers"));
+    assert_false(run_says(&fixture, "scored", "data.seq_len"));
+    run_fixture_close(&fixture);
+}
+
+// A run that began with plenty resumes with less only when its cut may change. What is not used is not
+// said, and that results change is said once.
+static void a_frozen_cut_is_not_changed_unasked(void **state)
+{
+    (void)state;
+    struct run_fixture fixture;
+    run_fixture_open(&fixture);
+    run_fixture_set(&fixture, "checkpoint.every=2");
+    const char *limit = limit_of(&fixture, needed_by(&fixture, NULL) - 100000);
+    assert_int_equal(run_train(&fixture, "run", "--set", "run.max_steps=2", NULL), 0);
+    assert_int_equal(run_train(&fixture, "run", "--set", "run.max_steps=4", "--set", limit, NULL),
+                     2);
+    run_must_say(&fixture, "run", "--replan lets it be cut smaller");
+    assert_false(run_says(&fixture, "run", "so that"));
+    assert_false(run_says(&fixture, "run", "data.seq_len"));
+    assert_false(run_says(&fixture, "run", "drafter.layers"));
+    assert_int_equal(
+        run_train(&fixture, "run", "--set", "run.max_steps=4", "--set", limit, "--replan", NULL),
+        0);
+    assert_int_equal(program_checkpoint(run_path(&fixture, "run")), 4);
+    assert_int_equal(count_words(&fixture, "run", "so that"), 1);
+    assert_int_equal(count_words(&fixture, "run", "not bitwise the same"), 1);
+    assert_int_equal(
+        run_train(&fixture, "run", "--set", "memory.limit=1kB", "--set", "run.max_steps=6", NULL),
+        2);
+    run_must_say(&fixture, "run", "nothing near fits");
+    run_must_say(&fixture, "run", "need a new run");
+    run_fixture_close(&fixture);
+}
+
+// An execution.json without a checkpoint binds nobody: with less memory the run chooses anew.
+static void nothing_to_continue_is_cut_anew(void **state)
+{
+    (void)state;
+    struct run_fixture fixture;
+    run_fixture_open(&fixture);
+    run_fixture_set(&fixture, "run.max_steps=1");
+    const char *limit = limit_of(&fixture, needed_by(&fixture, NULL) - 100000);
+    assert_int_equal(run_train(&fixture, "run", NULL), 0);
+    assert_int_equal(rename(run_checkpoint(&fixture, "run", 1), run_path(&fixture, "away")), 0);
+    assert_int_equal(run_train(&fixture, "run", "--set", limit, NULL), 0);
+    run_must_say(&fixture, "run", "run/execution.json can not be obeyed, this run chooses anew");
+    run_must_say(&fixture, "run", "so that");
+    assert_int_equal(program_checkpoint(run_path(&fixture, "run")), 1);
+    run_fixture_close(&fixture);
+}
+
+// More or fewer layers need another list of types, which --set of the layers alone does not give.
+static void listed_layers_are_offered_with_their_list(void **state)
+{
+    (void)state;
+    struct run_fixture fixture;
+    run_fixture_open(&fixture);
+    run_fixture_set(&fixture, "drafter.layer_types=[full_attention,full_attention]");
+    run_fixture_set(&fixture, "memory.recompute=layer");
+    run_fixture_set(&fixture, "memory.group_rows=8");
+    run_fixture_set(&fixture, "memory.chunk_rows=2");
+    const char *limit = limit_of(&fixture, needed_by(&fixture, NULL) - 3000);
+    assert_int_equal(run_train(&fixture, "listed", "--set", limit, NULL), 2);
+    run_must_say(&fixture, "listed", "drafter.layers=1 with a list drafter.layer_types of as many");
+    assert_false(run_says(&fixture, "listed", "--set drafter.layers"));
+    run_fixture_close(&fixture);
+}
+
+// Rows and steps are those of the run, and what is missing without shards is said.
+static void steps_are_those_of_the_run(void **state)
+{
+    (void)state;
+    struct run_fixture fixture;
+    run_fixture_open(&fixture);
+    run_fixture_set(&fixture, "run.max_steps=0");
+    run_fixture_set(&fixture, "run.epochs=2");
+    assert_int_equal(run_command(&fixture, "steps", true, "plan", "--json", NULL), 0);
+    cJSON *root = program_json(run_path(&fixture, "steps.out"));
+    const cJSON *run = cJSON_GetObjectItem(root, "run");
+    int64_t steps = (int64_t)program_number(run, "steps");
+    assert_int_equal(steps, 2 * (int64_t)program_number(run, "epoch_steps"));
+    cJSON_Delete(root);
+    assert_int_equal(run_train(&fixture, "run", NULL), 0);
+    run_must_say(&fixture, "run",
+                 run_path(&fixture, "steps: %lld, from step 1", (long long)steps) +
+                     strlen(run_path(&fixture, "%s", "")));
+    run_fixture_set(&fixture, "run.max_steps=7");
+    assert_int_equal(run_command(&fixture, "none", true, "plan", "--set", "data.train=[none.h5]",
+                                 "--set", "target.layer_ids=[1,5]", NULL),
+                     0);
+    run_must_say(&fixture, "none", "not known without the shards of data.train");
+    run_must_say(&fixture, "none", "7 at most, by run.max_steps");
+    run_fixture_close(&fixture);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(shards_that_are_there_are_used),
+        cmocka_unit_test(a_run_that_does_not_fit_is_refused),
+        cmocka_unit_test(open_cuts_become_smaller),
+        cmocka_unit_test(a_frozen_cut_is_not_changed_unasked),
+        cmocka_unit_test(nothing_to_continue_is_cut_anew),
+        cmocka_unit_test(listed_layers_are_offered_with_their_list),
+        cmocka_unit_test(steps_are_those_of_the_run),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,133 @@
+// Owns what servers do not run of a drafter, by layout and with the reasons.
+#include "trainer/export_internal.h"
+
+#include <string.h>
+
+#include "base/log.h"
+
+bool export_any_sliding(const struct dflash_sizes *sizes)
+{
+    bool any = false;
+    for (int64_t i = 0; i < sizes->layers; i++)
+        any |= sizes->sliding[i];
+    return any;
+}
+
+static bool is_mixed(const struct dflash_sizes *sizes)
+{
+    bool full = false;
+    for (int64_t i = 0; i < sizes->layers; i++)
+        full |= !sizes->sliding[i];
+    return full && export_any_sliding(sizes);
+}
+
+// One thing that may be wrong; `name` is how --allow-unservable waives it.
+struct reason {
+    const char *name, *why;
+    bool waivable;
+    bool (*holds)(const struct dflash_sizes *sizes, enum export_format format);
+};
+
+static bool from_anchor(const struct dflash_sizes *sizes, enum export_format format)
+{
+    (void)format;
+    return sizes->predict_from_anchor;
+}
+
+static bool not_causal(const struct dflash_sizes *sizes, enum export_format format)
+{
+    (void)format;
+    return export_any_sliding(sizes) && !sizes->sliding_causal;
+}
+
+static bool other_origin(const struct dflash_sizes *sizes, enum export_format format)
+{
+    (void)format;
+    return export_any_sliding(sizes) && sizes->window_origin != WINDOW_FROM_QUERY;
+}
+
+static bool mixed_layers(const struct dflash_sizes *sizes, enum export_format format)
+{
+    return format == EXPORT_SPECULATORS && is_mixed(sizes);
+}
+
+static bool mask_outside(const struct dflash_sizes *sizes, enum export_format format)
+{
+    return format == EXPORT_SPECULATORS && sizes->mask_token_id >= sizes->vocab;
+}
+
+static const struct reason reasons[] = {
+    {"predict_from_anchor",
+     "no server of DFlash drafters reads slot 0; they take drafts from slot 1 on", false,
+     from_anchor},
+    {"sliding_window_non_causal",
+     "servers run sliding layers causally inside the block and ignore this", true, not_causal},
+    {"window_origin", "servers measure the window from the query, not from the anchor", true,
+     other_origin},
+    {"layer_types",
+     "vLLM makes one causal flag for all layers of this layout, so sliding and full layers can not "
+     "be "
+     "mixed in it; --format zlab can",
+     true, mixed_layers},
+    {"mask_token_id",
+     "outside the vocabulary, and this layout has embedding rows for the vocabulary alone", false,
+     mask_outside},
+};
+enum { REASONS = sizeof(reasons) / sizeof(*reasons) };
+
+// Whether `name` is a word of the comma-separated list; "" stands for every name.
+static bool is_listed(const char *list, const char *name)
+{
+    size_t n = strlen(name);
+    if (list == NULL)
+        return false;
+    if (*list == '\0')
+        return true;
+    for (const char *at = list; at != NULL; at = strchr(at, ',') ? strchr(at, ',') + 1 : NULL)
+        if (strncmp(at, name, n) == 0 && (at[n] == ',' || at[n] == '\0'))
+            return true;
+    return false;
+}
+
+int export_check_allowed(const char *allow, struct error *err)
+{
+    for (const char *at = allow; at != NULL && *at != '\0';) {
+        size_t n = strcspn(at, ",");
+        bool known = false;
+        for (int i = 0; i < REASONS; i++)
+            known |= reasons[i].waivable && strlen(reasons[i].name) == n &&
+                     strncmp(reasons[i].name, at, n) == 0;
+        if (!known)
+            return error_set(err,
+                             "--allow-unservable: %.*s can not be allowed; there are "
+                             "sliding_window_non_causal, window_origin and layer_types",
+                             (int)n, at);
+        at += n + (at[n] == ',');
+    }
+    return 0;
+}
+
+int export_check_servable(const struct dflash_sizes *sizes, enum export_format format,
+                          const char *allow, struct error *err)
+{
+    struct error why = {""};
+    int refused = 0, waivable = 0;
+    for (int i = 0; i < REASONS; i++) {
+        const struct reason *reason = &reasons[i];
+        if (!reason->holds(sizes, format))
+            continue;
+        if (reason->waivable && is_listed(allow, reason->name)) {
+            log_warn("servers do not run this drafter as it was trained: drafter.%s: %s",
+                     reason->name, reason->why);
+            continue;
+        }
+        refused++;
+        waivable += reason->waivable;
+        error_add(&why, "drafter.%s: %s", reason->name, reason->why);
+    }
+    if (refused == 0)
+        return 0;
+    return error_set(err, "not exported: servers do not run this drafter as it was trained%s\n%s",
+                     waivable == refused ? " (--allow-unservable exports it all the same)" : "",
+                     why.text);
+}

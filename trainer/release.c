@@ -1,0 +1,216 @@
+// Owns a released drafter's tensors: what is missing, extra or misshapen, and their values as fp32.
+// config.json is compared in release_config.c.
+#include "trainer/release_internal.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/bf16.h"
+#include "base/log.h"
+#include "trainer/json_text.h"
+
+static bool is_allowed(struct release_check *check, const char *name)
+{
+    const struct config_texts *allow = check->wanted->allow;
+    bool allowed = false;
+    for (size_t i = 0; allow != NULL && i < allow->count; i++)
+        if (strcmp(allow->items[i], name) == 0)
+            allowed = check->used[i] = true;
+    return allowed;
+}
+
+void release_fault(struct release_check *check, const char *name, const char *format, ...)
+{
+    char text[512];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof(text), format, args);
+    va_end(args);
+    if (is_allowed(check, name)) {
+        log_warn("%s: %s: %s (accepted by drafter.init_allow)", check->file, name, text);
+        return;
+    }
+    check->faults++;
+    error_add(check->err, "%s: %s: %s", check->file, name, text);
+}
+
+// ---- tensors -------------------------------------------------------------------------------------
+
+static bool has_shape(const struct safetensors_entry *entry, int dims, const int64_t *shape)
+{
+    bool same = entry->dims == dims;
+    for (int d = 0; same && d < dims; d++)
+        same = entry->shape[d] == shape[d];
+    return same;
+}
+
+static bool has_type(const struct safetensors_entry *entry)
+{
+    return strcmp(entry->dtype, "BF16") == 0 || strcmp(entry->dtype, "F32") == 0;
+}
+
+static void shape_text(int dims, const int64_t *shape, char *text, size_t size)
+{
+    size_t at = 0;
+    text[0] = '\0';
+    for (int d = 0; d < dims && at < size; d++)
+        at +=
+            (size_t)snprintf(text + at, size - at, d > 0 ? ", %lld" : "%lld", (long long)shape[d]);
+}
+
+// Whether the entry can be read as a tensor of this shape.
+static bool check_entry(struct release_check *check, const struct safetensors_entry *entry,
+                        int dims, const int64_t *shape)
+{
+    char got[128], wanted[64];
+    shape_text(entry->dims, entry->shape, got, sizeof(got));
+    shape_text(dims, shape, wanted, sizeof(wanted));
+    bool fits = has_shape(entry, dims, shape);
+    if (!fits)
+        release_fault(check, entry->name, "has the shape [%s], wanted is [%s]", got, wanted);
+    else if (!has_type(entry))
+        release_fault(check, entry->name, "is %s; BF16 and F32 are read", entry->dtype);
+    return fits && has_type(entry);
+}
+
+// Values [first, first + count) of an entry that has_type.
+static void copy_values(const struct safetensors_entry *entry, int64_t first, int64_t count,
+                        float *out)
+{
+    if (strcmp(entry->dtype, "F32") == 0) {
+        memcpy(out, entry->bytes + (size_t)first * sizeof(*out), (size_t)count * sizeof(*out));
+        return;
+    }
+    const unsigned char *bytes = entry->bytes + (size_t)first * sizeof(bf16);
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < count; i++) {
+        bf16 value;
+        memcpy(&value, bytes + (size_t)i * sizeof(value), sizeof(value));
+        out[i] = bf16_to_float(value);
+    }
+}
+
+static bf16 target_value(const struct target_tensor *tensor, int64_t index)
+{
+    return tensor->dtype == DTYPE_BF16 ? ((const bf16 *)tensor->data)[index]
+                                       : bf16_from_float(((const float *)tensor->data)[index]);
+}
+
+// A copy of the target's embedding or head: rows of the vocabulary, values as bf16. Training and scoring
+// take the target's own, so a copy that differs is another drafter.
+static void check_copy(struct release_check *check, const struct safetensors_entry *entry,
+                       const struct target_tensor *tensor)
+{
+    int64_t rows = check->wanted->sizes->vocab, width = check->wanted->sizes->hidden, bad = -1;
+    if (!check_entry(check, entry, 2, (const int64_t[]){rows, width}))
+        return;
+    float *values = memory_alloc((size_t)width, sizeof(*values));
+    for (int64_t r = 0; r < rows && bad < 0; r++) {
+        copy_values(entry, r * width, width, values);
+        for (int64_t i = 0; i < width; i++)
+            if (bf16_from_float(values[i]) != target_value(tensor, r * width + i))
+                bad = r;
+    }
+    if (bad >= 0)
+        release_fault(check, entry->name, "row %lld is not that of the target, %s, which is used",
+                      (long long)bad, check->wanted->target->path);
+    free(values);
+}
+
+static void check_tensors(struct release_check *check, const struct release *release)
+{
+    const struct params *params = check->wanted->params;
+    const struct safetensors *model = &release->model;
+    for (size_t i = 0; i < params->count; i++) {
+        const struct param *param = &params->items[i];
+        const struct safetensors_entry *entry = safetensors_find(model, param->name);
+        if (entry == NULL)
+            release_fault(check, param->name, "the tensor is missing");
+        else
+            check_entry(check, entry, param->dims, param->shape);
+    }
+    for (size_t i = 0; i < model->count; i++) {
+        const struct safetensors_entry *entry = &model->entries[i];
+        bool copies = release->layout == RELEASE_SPECULATORS;
+        if (copies && strcmp(entry->name, "embed_tokens.weight") == 0)
+            check_copy(check, entry, &check->wanted->target->embed);
+        else if (copies && strcmp(entry->name, "lm_head.weight") == 0)
+            check_copy(check, entry, &check->wanted->target->head);
+        else if (params_find(params, entry->name) == NULL)
+            release_fault(check, entry->name, "this drafter has no such tensor");
+    }
+}
+
+// ---- the directory -------------------------------------------------------------------------------
+
+static int check_config(struct release *release, struct release_check *check, const char *path)
+{
+    struct json_file file;
+    if (json_open(&file, path, check->err) != 0)
+        return -1;
+    check->file = path;
+    int result = release_recognise(file.root, path, &release->layout, check->err);
+    if (result == 0)
+        release_check_config(check, file.root, release->layout);
+    json_close(&file);
+    return result;
+}
+
+static void warn_of_unused(const struct release_check *check)
+{
+    const struct config_texts *allow = check->wanted->allow;
+    for (size_t i = 0; allow != NULL && i < allow->count; i++)
+        if (!check->used[i])
+            log_warn("drafter.init_allow: %s: nothing of that name differs", allow->items[i]);
+}
+
+int release_open(struct release *release, const char *directory,
+                 const struct release_wanted *wanted, struct error *err)
+{
+    *release = (struct release){.layout = RELEASE_ZLAB};
+    size_t names = wanted->allow != NULL ? wanted->allow->count : 0;
+    struct release_check check = {.wanted = wanted, .err = err};
+    check.used = memory_alloc(names + 1, sizeof(*check.used));
+    char *config = memory_format("%s/config.json", directory);
+    char *model = memory_format("%s/model.safetensors", directory);
+    struct error why = {""};
+    int result = check_config(release, &check, config);
+    if (result == 0 && safetensors_open(&release->model, model, &why) != 0)
+        result = error_add(err, "%s", why.text);
+    if (result == 0) {
+        check.file = model;
+        check_tensors(&check, release);
+        result = check.faults > 0 ? -1 : 0;
+    }
+    if (result == 0)
+        warn_of_unused(&check);
+    free(model);
+    free(config);
+    free(check.used);
+    return result;
+}
+
+void release_close(struct release *release)
+{
+    safetensors_close(&release->model);
+    *release = (struct release){.layout = RELEASE_ZLAB};
+}
+
+void release_values(const struct release *release, const struct params *params, int64_t first,
+                    int64_t count, float *out)
+{
+    bool empty = release == NULL || release->model.count == 0;
+    for (size_t i = 0; i < params->count && !empty; i++) {
+        const struct param *param = &params->items[i];
+        const struct safetensors_entry *entry = safetensors_find(&release->model, param->name);
+        int64_t begin = first > param->offset ? first - param->offset : 0;
+        int64_t end = first + count - param->offset;
+        if (end > param->count)
+            end = param->count;
+        if (begin >= end || entry == NULL || !has_type(entry) ||
+            !has_shape(entry, param->dims, param->shape))
+            continue;
+        copy_values(entry, begin, end - begin, out + (begin + param->offset - first));
+    }
+}
