@@ -3,8 +3,9 @@
 
     import_features.py --data FOLDER --layer-ids 2,18,33 --numbering vllm --target DIR --model DIR --out FOLDER
     import_features.py --documents FILE.jsonl --states FOLDER ...
+    import_features.py --format specforge --data FOLDER ...
 
-Reads what speculators and vLLM's hidden-state extraction write. Start the same command again to go on
+Reads what speculators, vLLM's hidden-state extraction and SpecForge write. Start the same command again to go on
 after a kill. See tools/README.md.
 """
 
@@ -22,9 +23,11 @@ from dtrain_tools.extraction import settle_folder  # noqa: E402
 from dtrain_tools.import_check import PROBE_TOKENS, check_layers, check_norm, target_states  # noqa: E402
 from dtrain_tools.importing import Import, plan_shards  # noqa: E402
 from dtrain_tools.shards import DiskFull  # noqa: E402
+from dtrain_tools.specforge_dump import SpecforgeDump  # noqa: E402
 from dtrain_tools.target_head import read_target_head  # noqa: E402
 
 RUN_FAILED, REFUSED = 1, 2
+LAST_HIDDEN = {"speculators": "pre_norm", "specforge": "post_norm"}  # as each engine writes it
 PROBES = 3  # documents that norm and layers are looked at in, before anything is written
 
 
@@ -37,18 +40,22 @@ def layer_list(text):
 
 
 def build_parser():
-    parser = argparse.ArgumentParser(description="turn states of speculators or vLLM into feature shards")
+    parser = argparse.ArgumentParser(description="turn states of other engines into feature shards")
     add = parser.add_argument
-    add("--data", metavar="FOLDER", help="Arrow data set with input_ids and loss_mask (speculators prepare-data)")
+    add("--format", default="speculators", choices=sorted(LAST_HIDDEN),
+        help="of the dump; speculators (the default) also for vLLM's own")
+    add("--data", metavar="FOLDER", help="speculators: Arrow data set with input_ids and loss_mask (prepare-data); "
+                                         "specforge: folder with rows_*/data_*.ckpt or .ckpt.gz")
     add("--documents", metavar="FILE", help='instead of --data: JSON lines {"input_ids", "loss_mask"}; states are '
                                             "found by their token_ids")
     add("--states", metavar="FOLDER", help="files of states; default: DATA/hidden_states")
     add("--layer-ids", type=layer_list, required=True, metavar="I,J,...",
         help="layers of the planes, as they were given to the engine, without the last hidden state")
     add("--numbering", required=True, choices=["vllm", "output"],
-        help="of --layer-ids. vllm (also speculators): i is the output of layer i - 1; output: of layer i")
-    add("--last-hidden", default="pre_norm", choices=["pre_norm", "post_norm", "absent"],
-        help="what the plane after those of --layer-ids is; default: pre_norm, as vLLM writes it")
+        help="of --layer-ids. vllm (also speculators): i is the output of layer i - 1; output (also SpecForge): of "
+             "layer i")
+    add("--last-hidden", choices=["pre_norm", "post_norm", "absent"],
+        help="what the plane after those of --layer-ids is; default: pre_norm of speculators, post_norm of specforge")
     add("--target", required=True, metavar="DIR", help="target directory, or the model's own")
     add("--model", metavar="DIR", help="Hugging Face model: it is run on a few documents, to verify the layers")
     add("--unverified", action="append", default=[], choices=["layers"],
@@ -68,6 +75,9 @@ def build_parser():
 def check_arguments(parser, args):
     if (args.data is None) == (args.documents is None):
         parser.error("give either --data or --documents")
+    if args.format == "specforge" and (args.documents or args.states):
+        parser.error("--documents and --states are of --format speculators; specforge's files hold all")
+    args.last_hidden = args.last_hidden or LAST_HIDDEN[args.format]
     args.states = args.states or (args.data and os.path.join(args.data, "hidden_states"))
     if args.states is None:
         parser.error("--documents needs --states")
@@ -94,7 +104,12 @@ def own_numbering(args, head):
     return ids
 
 
-def list_documents(args, head, planes):
+def list_documents(args, head, layers):
+    """-> documents, read(path, limit) -> ids and states, what identifies the dump."""
+    if args.format == "specforge":
+        files = SpecforgeDump(args.data, layers, head.hidden_size, args.last_hidden)
+        return files.list_documents(head.vocab_size, say), files.read, files.fingerprint()
+    planes = layers + (args.last_hidden != "absent")
     if not os.path.isdir(args.states):
         raise InputError(f"{args.states}: no such folder (--states)")
     if args.data:
@@ -102,10 +117,10 @@ def list_documents(args, head, planes):
     else:
         rows, find = dump.Lines(args.documents), dump.files_by_tokens(args.states)
     documents = dump.list_documents(rows, find, planes, head, args.missing == "skip", say)
-    return documents, rows.fingerprint()
+    return documents, dump.read, rows.fingerprint()
 
 
-def probe(args, documents, head, layer_ids):
+def probe(args, documents, read, head, layer_ids):
     """Refuses a wrong declaration before anything is written."""
     model = None
     if args.model:
@@ -113,10 +128,9 @@ def probe(args, documents, head, layer_ids):
         model = Target(args.model, None, args.device)
     longest = sorted(documents, key=lambda document: -document.tokens)[:PROBES]
     for document in longest:
-        bits = dump.read_states(document.path, PROBE_TOKENS)
+        ids, bits = read(document.path, PROBE_TOKENS)
         check_norm(document.path, bits, args.last_hidden, head.norm)
         if model:
-            ids = dump.read_token_ids(document.path)[:PROBE_TOKENS]
             worst = check_layers(document.path, bits, layer_ids, args.last_hidden, target_states(model, ids))
             say(f"{document.path}: planes are the layers declared, to {worst:.3f} of their size")
 
@@ -124,15 +138,15 @@ def probe(args, documents, head, layer_ids):
 def settings_of(args, layer_ids, fingerprint):
     """What must not change when an import goes on."""
     kept = ("data", "documents", "states", "last_hidden", "missing", "split_val", "seed", "shard_bytes", "target")
-    return {"import": "speculators", **{name: getattr(args, name) for name in kept}, "layer_ids": layer_ids,
+    return {"import": args.format, **{name: getattr(args, name) for name in kept}, "layer_ids": layer_ids,
             "documents_fingerprint": fingerprint}
 
 
 def run(args):
     head = read_target_head(args.target)
     layer_ids = own_numbering(args, head)
-    documents, fingerprint = list_documents(args, head, len(layer_ids) + (args.last_hidden != "absent"))
-    probe(args, documents, head, layer_ids)
+    documents, read, fingerprint = list_documents(args, head, len(layer_ids))
+    probe(args, documents, read, head, layer_ids)
     settle_folder(args.out, settings_of(args, layer_ids, fingerprint))
     attributes = {"target_model": args.name or os.path.basename(os.path.abspath(args.model or args.target)),
                   "target_layer_ids": layer_ids, "hidden_size": head.hidden_size, "vocab_size": head.vocab_size,
@@ -141,7 +155,7 @@ def run(args):
     planes = len(layer_ids) + (args.last_hidden != "absent")
     shards = plan_shards(documents, args.split_val, args.seed,
                          max(1, int(args.shard_bytes // (2 * planes * head.hidden_size + 5))))
-    job = Import(args.out, attributes, lambda d: (dump.read_token_ids(d.path), dump.read_states(d.path)), say)
+    job = Import(args.out, attributes, lambda document: read(document.path), say)
     job.run(shards)
     job.bless(shards, args.dtrain, args.target)
     say(f"{args.out}: {len(documents)} documents in {len(shards)} shards, checked")

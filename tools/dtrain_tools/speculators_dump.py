@@ -11,9 +11,7 @@ a token.
 Does not write shards. Needs pyarrow for Arrow data sets.
 """
 
-import dataclasses
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -21,32 +19,13 @@ import re
 import numpy as np
 
 from dtrain_tools.documents import InputError, parse_line
+from dtrain_tools.dumped import PIECE_VALUES, check_values, check_vocabulary, make_document, mask_of, refuse
 from dtrain_tools.extraction import content_sha256
-from dtrain_tools.shards import document_id
 from dtrain_tools.tensor_file import e4m3_to_float, float_to_bf16, read_header, read_tensors
 
-PIECE_VALUES = 1 << 24   # that are converted at once
 SCALES = "hidden_states_scales"
 FLOATS = ("BF16", "F16", "F32", "F8_E4M3")
 INTEGERS = ("I64", "I32")
-
-
-@dataclasses.dataclass
-class DumpedDocument:
-    where: str            # DATASET row N, or FILE:LINE
-    path: str             # its states
-    key: str              # of the split: equal documents are held out together
-    identity: int
-    tokens: int
-    mask_bits: bytes
-
-    @property
-    def mask(self):
-        return np.unpackbits(np.frombuffer(self.mask_bits, dtype=np.uint8), count=self.tokens)
-
-
-def refuse(path, what, cause=None):
-    raise InputError(f"{path}: {what}") from cause
 
 
 def _mapped(path, names=None):
@@ -110,10 +89,13 @@ def read_states(path, limit=None):
     dtype, states = tensors["hidden_states"]
     states = states[:limit]
     bits = states if dtype == "BF16" else _to_bf16(dtype, states, tensors.get(SCALES))
-    rows = max(1, PIECE_VALUES // max(1, states[0].size))
-    for first in range(0, len(bits), rows):
-        _check_values(path, bits[first:first + rows], first)
+    check_values(path, bits)
     return bits
+
+
+def read(path, limit=None):
+    """-> ids [S], uint16 bf16 bits [S, P, H], of the first `limit` tokens."""
+    return read_token_ids(path)[:limit], read_states(path, limit)
 
 
 def _to_bf16(dtype, states, scales):
@@ -126,28 +108,6 @@ def _to_bf16(dtype, states, scales):
             piece = e4m3_to_float(piece) * scales[1].reshape(-1, 1, 1)[first:first + len(piece)]
         out[first:first + rows] = float_to_bf16(piece)
     return out
-
-
-def _check_values(path, bits, first):
-    bad = (bits & 0x7F80) == 0x7F80
-    if bad.any():
-        row, plane, column = (int(at) for at in np.argwhere(bad)[0])
-        refuse(path, f"hidden_states: token {first + row}, plane {plane}, column {column}: NaN or infinity")
-    zero = ~(bits & 0x7FFF).any(axis=2)
-    if zero.any():
-        row, plane = (int(at) for at in np.argwhere(zero)[0])
-        refuse(path, f"hidden_states: token {first + row}, plane {plane}: all zero: the state was never computed "
-                     "(extraction needs prefix caching switched off)")
-
-
-def _mask_of(where, ids, mask):
-    """Checked. -> uint8 [S]."""
-    mask = np.asarray(mask)
-    if len(mask) != len(ids):
-        refuse(where, f"{len(ids)} input_ids but {len(mask)} loss_mask values")
-    if not np.isin(mask, (0, 1)).all():
-        refuse(where, f"loss_mask holds {mask[~np.isin(mask, (0, 1))][0]}; only 0 and 1 are allowed")
-    return mask.astype(np.uint8)
 
 
 class Rows:
@@ -258,16 +218,14 @@ def _check_tokens(where, path, ids, vocab_size):
         at = int(differ[0]) if len(differ) else same
         refuse(path, f"token_ids ({len(found)}) differ from input_ids ({len(ids)}) of {where}, first at token {at}: "
                      "the states are of another text")
-    bad = ids[(ids < 0) | (ids >= vocab_size)]
-    if len(bad):
-        refuse(where, f"token id {bad[0]} is outside the vocabulary of {vocab_size}")
+    check_vocabulary(where, ids, vocab_size)
 
 
 def list_documents(rows, find, planes, head, skip_missing, say):
     """Every usable document, checked but for the values of its states. -> [DumpedDocument]"""
     documents, missing, unsupervised, rounded = [], [], 0, 0
     for where, number, ids, mask in rows:
-        ids, mask = np.asarray(ids, dtype=np.int64), _mask_of(where, ids, mask)
+        ids, mask = np.asarray(ids, dtype=np.int64), mask_of(where, ids, mask)
         if not mask.any():
             unsupervised += 1
             continue
@@ -277,9 +235,7 @@ def list_documents(rows, find, planes, head, skip_missing, say):
             continue
         _check_tokens(where, path, ids, head.vocab_size)
         rounded += check_states_header(path, len(ids), planes, head.hidden_size) not in ("BF16", "F8_E4M3")
-        key = hashlib.sha256(ids.tobytes()).hexdigest()[:24]
-        documents.append(DumpedDocument(where, path, key, document_id(f"row {number}", 0, ids, mask), len(ids),
-                                        np.packbits(mask).tobytes()))
+        documents.append(make_document(where, path, number, ids, mask))
     if missing and not skip_missing:
         raise InputError(f"{missing[0]}: has no file of states, nor have {len(missing) - 1} others; finish the "
                          "extraction, or leave them out with --missing skip")

@@ -8,6 +8,7 @@ what needs them.
 
 import contextlib
 import fcntl
+import gzip
 import io
 import json
 import os
@@ -108,11 +109,12 @@ class Case(unittest.TestCase):
                 write_tensors(self.state_file(name.format(number)), tensors)
         return lines
 
-    def run_import(self, *options, data=None, layers=VLLM_LAYERS, numbering="vllm", trust=True):
-        """-> status, what was printed."""
+    def run_import(self, *options, data=None, one_folder=False, layers=VLLM_LAYERS, numbering="vllm", trust=True):
+        """-> status, what was printed. one_folder: data holds the states too."""
         source = ["--data", data] if data else ["--documents", os.path.join(self.folder, "documents.jsonl")]
-        argv = ["import_features.py", *source, "--states", self.states, "--layer-ids", layers, "--numbering", numbering,
-                "--target", MODEL, "--out", self.out, "--dtrain", DTRAIN or "dtrain", "--name", "tiny", *options]
+        source += [] if one_folder else ["--states", self.states]
+        argv = ["import_features.py", *source, "--layer-ids", layers, "--numbering", numbering, "--target", MODEL,
+                "--out", self.out, "--dtrain", DTRAIN or "dtrain", "--name", "tiny", *options]
         printed = io.StringIO()
         with mock.patch.object(sys, "argv", argv + (["--unverified", "layers"] if trust else [])), \
                 contextlib.redirect_stderr(printed):
@@ -460,6 +462,124 @@ class Arrow(Case):
         data = os.path.join(self.folder, "data")
         datasets.Dataset.from_dict({"input_ids": [text.ids.tolist() for text in self.texts]}).save_to_disk(data)
         self.refused("no column loss_mask; it has input_ids", data=data)
+
+
+@unittest.skipIf(torch is None, "needs torch")
+class Specforge(Case):
+    """Torch files as SpecForge lays them out: EAGLE-3 with its post-norm teacher, DFlash without one."""
+
+    def write(self, kind="eagle3", suffix=".ckpt", change=None):
+        """change(data) alters what the file of the second document holds. -> bits [S, P, H] of each document."""
+        tiny, expected = TinyModel(MODEL), []
+        for number, text in enumerate(self.texts):
+            states = text.states.copy()
+            states[:, -1] = float_to_bf16(rms_norm(bf16_to_float(states[:, -1]), tiny.norm, tiny.eps))
+            tensor = torch.from_numpy(states.view(np.int16)).view(torch.bfloat16)
+            layers, last = tensor[:, :-1].reshape(1, len(text.ids), -1), tensor[None, :, -1]
+            data = {"input_ids": torch.from_numpy(text.ids), "loss_mask": torch.from_numpy(text.mask).long()}
+            if kind == "eagle3":
+                data.update(aux_hidden_state=layers.clone(), hidden_state=last.clone())
+            else:
+                data.update(hidden_states=layers.clone(), position_ids=torch.arange(len(text.ids))[None])
+            expected.append(states if kind == "eagle3" else states[:, :-1])
+            if change and number == 1:
+                change(data)
+            self.save(data, self.path(number, suffix))
+        return expected
+
+    def path(self, number, suffix=".ckpt"):
+        """Several in a folder, so that 5 comes before 10 only by number."""
+        folder = os.path.join(self.states, f"rows_{number // 4 * 20}-{number // 4 * 20 + 20}")
+        os.makedirs(folder, exist_ok=True)
+        return os.path.join(folder, f"data_{number * 5}{suffix}")
+
+    @staticmethod
+    def save(data, path):
+        with (gzip.open(path, "wb") if path.endswith(".gz") else open(path, "wb")) as file:
+            torch.save(data, file)
+
+    def run_import(self, *options, layers="1,2,3", numbering="output", **arguments):
+        argv = ["--format", "specforge", *options]
+        return super().run_import(*argv, data=self.states, one_folder=True, layers=layers, numbering=numbering,
+                                  **arguments)
+
+    @needs_dtrain
+    def test_eagle3(self):
+        expected = self.write()
+        self.imported()
+        self.assert_shard("train-00000.h5", expected, last_hidden="post_norm")
+
+    @needs_dtrain
+    def test_compressed(self):
+        expected = self.write(suffix=".ckpt.gz")
+        self.imported()
+        self.assert_shard("train-00000.h5", expected, last_hidden="post_norm")
+
+    @needs_dtrain
+    def test_dflash_has_no_teacher(self):
+        expected = self.write("dflash")
+        self.refused("has no target_last_hidden_states: there is no teacher")
+        self.assertIn("only ce_data", self.imported("--last-hidden", "absent"))
+        self.assert_shard("train-00000.h5", expected, last_hidden="absent")
+
+    @needs_dtrain
+    @unittest.skipIf(not find_spec("transformers"), "needs transformers")
+    def test_layers_are_verified(self):
+        expected = self.write()
+        model = ("--model", MODEL, "--device", "cpu")
+        self.refused("the ids are in the other --numbering", *model, numbering="vllm", layers="1,2,3", trust=False)
+        self.imported(*model, trust=False)
+        self.assert_shard("train-00000.h5", expected, last_hidden="post_norm")
+
+    def test_pre_norm_states(self):
+        self.write()
+        for number, text in enumerate(self.texts):
+            data = torch.load(self.path(number), weights_only=True)
+            last = text.states[:, -1].copy().view(np.int16)
+            data["hidden_state"] = torch.from_numpy(last).view(torch.bfloat16)[None]
+            self.save(data, self.path(number))
+        self.refused("is not behind this target's final norm")
+
+    def test_code_in_a_pickle_is_not_run(self):
+        ran = os.path.join(self.folder, "ran")
+
+        class Trap:
+            def __reduce__(self):
+                return os.mkdir, (ran,)
+        self.write(change=lambda data: data.update(trap=Trap()))
+        self.refused(f"{self.path(1)}: cannot be loaded")
+        self.assertFalse(os.path.exists(ran))
+
+    def test_faults(self):
+        def other(name, value):
+            return lambda data: data.update({name: value})
+        length = len(self.texts[1].ids)
+        for change, text in (
+                (lambda data: data.pop("aux_hidden_state"), "has none of aux_hidden_state, hidden_states"),
+                (lambda data: data.pop("loss_mask"), "has no tensor loss_mask"),
+                (other("loss_mask", torch.full((length,), 2)), "loss_mask holds 2"),
+                (other("loss_mask", torch.ones(length - 1)), f"{length} input_ids but {length - 1} loss_mask values"),
+                (other("input_ids", torch.full((length,), 260)), "token id 260 is outside"),
+                (other("hidden_state", torch.zeros(1, length - 1, 128)), "hidden_state: shape"),
+                (other("aux_hidden_state", torch.zeros(1, length, 256)), "aux_hidden_state: shape"),
+                (other("position_ids", torch.zeros(3, length)), "position_ids: not 0, 1, 2"),
+                (other("position_ids", torch.arange(length - 1)), "position_ids: not 0, 1, 2")):
+            self.write(change=change)
+            self.refused(f"{self.path(1)}: {text}")
+
+    def test_truncated_files(self):
+        for suffix in (".ckpt", ".ckpt.gz"):
+            self.write(suffix=suffix)
+            with open(self.path(1, suffix), "r+b") as file:
+                file.truncate(os.path.getsize(file.name) // 2)
+            self.refused(f"{self.path(1, suffix)}: cannot be loaded")
+            for number in range(len(self.texts)):
+                os.remove(self.path(number, suffix))
+
+    def test_the_same_document_twice(self):
+        self.write()
+        self.write(suffix=".ckpt.gz")
+        self.refused("the same document as")
 
 
 @needs_dtrain

@@ -1,0 +1,141 @@
+"""Reading hidden states that SpecForge wrote to disk: a torch file a document, perhaps compressed.
+
+FOLDER/rows_A-B/data_N.ckpt or .ckpt.gz, dicts of input_ids, loss_mask and, for EAGLE-3, aux_hidden_state
+[1, S, L * H] and hidden_state [1, S, H] (behind the final norm); for DFlash hidden_states [1, S, L * H] and no teacher;
+for DSpark also target_last_hidden_states [1, S, H]. The leading 1 may be absent. Files are loaded with weights_only,
+so that nothing in them is run. Does not write shards. Needs torch.
+"""
+
+import gzip
+import os
+import pickle
+import re
+import zlib
+
+import numpy as np
+
+from dtrain_tools.documents import InputError
+from dtrain_tools.dumped import check_values, check_vocabulary, make_document, mask_of, refuse
+
+NAME = re.compile(r"data_(\d+)\.ckpt(\.gz)?$")
+LAST_OF = {"aux_hidden_state": "hidden_state", "hidden_states": "target_last_hidden_states"}  # layers: last
+
+
+class SpecforgeDump:
+    """layers: planes of the layers; last_hidden: as in shards, of what a file must hold beside them."""
+
+    def __init__(self, folder, layers, hidden_size, last_hidden):
+        self.folder, self.layers, self.hidden_size, self.last_hidden = folder, layers, hidden_size, last_hidden
+        self.files = self._find_files()
+
+    def _find_files(self):
+        """-> {number: path}, ascending."""
+        files = {}
+        for place, _, names in os.walk(self.folder):
+            for name in names:
+                match, path = NAME.fullmatch(name), os.path.join(place, name)
+                if match and files.setdefault(int(match[1]), path) != path:
+                    refuse(path, f"the same document as {files[int(match[1])]}; remove one of them")
+        if not files:
+            raise InputError(f"{self.folder}: no data_N.ckpt or data_N.ckpt.gz in it")
+        return dict(sorted(files.items()))
+
+    def fingerprint(self):
+        return [[os.path.relpath(path, self.folder), os.path.getsize(path)] for path in self.files.values()]
+
+    def _load(self, path):
+        import torch
+        try:
+            if path.endswith(".gz"):
+                with gzip.open(path) as file:
+                    data = torch.load(file, map_location="cpu", weights_only=True)
+            else:
+                data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, zlib.error) as error:
+            refuse(path, f"cannot be loaded (cut short, or not plain tensors): {str(error).splitlines()[0]}", error)
+        if not isinstance(data, dict):
+            refuse(path, f"holds a {type(data).__name__}; expected a dict of tensors")
+        return data
+
+    @staticmethod
+    def _tensor(path, data, name, dimensions):
+        """-> the tensor without a leading 1."""
+        import torch
+        tensor = data.get(name)
+        if not isinstance(tensor, torch.Tensor):
+            refuse(path, f"has no tensor {name}")
+        if tensor.dim() == dimensions + 1 and tensor.shape[0] == 1:
+            tensor = tensor[0]
+        if tensor.dim() != dimensions:
+            refuse(path, f"{name}: shape {list(data[name].shape)}; expected {dimensions} dimensions, perhaps with a "
+                         "leading 1")
+        return tensor
+
+    def _ids(self, path, data):
+        ids = self._tensor(path, data, "input_ids", 1)
+        if ids.is_floating_point():
+            refuse(path, f"input_ids: {ids.dtype}; expected integers")
+        return ids.numpy().astype(np.int64)
+
+    def _states(self, path, data, tokens):
+        """-> the tensors of a document, layers [S, L * H] and unless absent last [S, H], checked."""
+        layers = next((name for name in LAST_OF if name in data), None)
+        if layers is None:
+            refuse(path, f"has none of {', '.join(LAST_OF)}; it has {', '.join(map(str, data))}")
+        last, widths = LAST_OF[layers], {layers: self.layers * self.hidden_size}
+        if self.last_hidden != "absent":
+            if last not in data:
+                refuse(path, f"has no {last}: there is no teacher; with --last-hidden absent, only ce_data can be "
+                             "trained")
+            widths[last] = self.hidden_size
+        elif last in data:
+            refuse(path, f"has {last}, but --last-hidden is absent")
+        tensors = [self._tensor(path, data, name, 2) for name in widths]
+        for (name, width), tensor in zip(widths.items(), tensors):
+            if list(tensor.shape) != [tokens, width]:
+                refuse(path, f"{name}: shape {list(tensor.shape)}; expected [{tokens}, {width}] (tokens of input_ids; "
+                             f"{width // self.hidden_size} planes of the target's hidden size {self.hidden_size})")
+            if not tensor.is_floating_point() or tensor.element_size() not in (2, 4):
+                refuse(path, f"{name}: {tensor.dtype}; expected bf16, fp16 or fp32")
+        return tensors
+
+    @staticmethod
+    def _check_positions(path, data, tokens):
+        """A text's positions count up; those of images do not, and shards have no place for them."""
+        import torch
+        positions = data.get("position_ids")
+        if positions is not None and not (positions.shape[-1:] == (tokens,) and
+                                          (positions == torch.arange(tokens)).all()):
+            refuse(path, "position_ids: not 0, 1, 2, ...: a document with images, which shards cannot hold")
+
+    def list_documents(self, vocab_size, say):
+        """Every usable document, checked but for the values of its states. -> [DumpedDocument]"""
+        documents, unsupervised = [], 0
+        for number, path in self.files.items():
+            data = self._load(path)
+            ids = self._ids(path, data)
+            mask = self._tensor(path, data, "loss_mask", 1)
+            mask = mask_of(path, ids, mask.float().numpy() if mask.is_floating_point() else mask.numpy())
+            if not mask.any():
+                unsupervised += 1
+                continue
+            check_vocabulary(path, ids, vocab_size)
+            self._states(path, data, len(ids))
+            self._check_positions(path, data, len(ids))
+            documents.append(make_document(path, path, number, ids, mask))
+        if unsupervised:
+            say(f"{unsupervised} documents left out: no supervised token")
+        if not documents:
+            raise InputError(f"{self.folder}: no document has a supervised token")
+        return documents
+
+    def read(self, path, limit=None):
+        """-> ids [S], uint16 bf16 bits [S, P, H], of the first `limit` tokens."""
+        import torch
+        data = self._load(path)
+        ids = self._ids(path, data)
+        planes = [tensor[:limit].to(torch.bfloat16).contiguous().view(torch.int16).numpy().view(np.uint16)
+                  for tensor in self._states(path, data, len(ids))]
+        bits = np.concatenate([plane.reshape(len(plane), -1, self.hidden_size) for plane in planes], axis=1)
+        check_values(path, bits)
+        return ids[:limit], bits
