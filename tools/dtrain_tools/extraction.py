@@ -16,11 +16,11 @@ import json
 import os
 import time
 
-import h5py
 import numpy as np
 
 from dtrain_tools.documents import InputError
-from dtrain_tools.shards import TEMPORARY, DiskFull, ShardWriter, document_id, free_bytes, shard_bytes
+from dtrain_tools.shards import (TEMPORARY, DiskFull, ShardWriter, document_id, free_bytes, holds_documents,
+                                 shard_bytes)
 from dtrain_tools.tensor_file import bf16_to_float
 
 
@@ -84,9 +84,7 @@ class Extraction:
         path = os.path.join(self.folder, shard.name)
         if not os.path.exists(path):
             return False
-        with h5py.File(path, "r") as file:
-            same = np.array_equal(file["doc_id"][:], np.array(shard.ids, dtype=np.uint64))
-        if not same:
+        if not holds_documents(path, shard.ids):
             raise InputError(f"{path}: holds other documents than this run plans for it; use another --out")
         return True
 

@@ -32,6 +32,12 @@ def document_id(prompt_id, sample, ids, mask):
     return int.from_bytes(digest.digest(), "little")
 
 
+def holds_documents(path, ids):
+    """Whether the shard holds exactly the documents of these identities, in this order."""
+    with h5py.File(path, "r") as file:
+        return np.array_equal(file["doc_id"][:], np.array(ids, dtype=np.uint64))
+
+
 def shard_bytes(documents, tokens, planes, hidden_size):
     """Size of a shard file, slightly over-estimated."""
     per_token = 4 + 1 + 2 * planes * hidden_size + 4 + 4 + 4
@@ -56,10 +62,11 @@ class ShardWriter:
 
     attributes: everything but format, format_version and dtype: target_model, target_layer_ids,
     hidden_size, vocab_size, last_hidden, and optional ones (None is left out).
-    lengths: tokens of each document; ids: its identities.
+    lengths: tokens of each document; ids: its identities. has_teacher: whether there are teacher columns.
     """
 
-    def __init__(self, path, attributes, lengths, ids):
+    def __init__(self, path, attributes, lengths, ids, has_teacher=True):
+        self.has_teacher = has_teacher
         self.path, self.temporary = path, path + TEMPORARY
         self.offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         self.crc = np.zeros(len(lengths), dtype=np.uint32)
@@ -111,9 +118,10 @@ class ShardWriter:
         self.doc_crc = self._create("doc_crc32c", self.crc.shape, "<u4")
         self.input_ids = self._create("input_ids", (tokens,), "<i4")
         self.loss_mask = self._create("loss_mask", (tokens,), "u1")
-        self.top1 = self._create("teacher_top1", (tokens,), "<i4")
-        self.top1_logit = self._create("teacher_top1_logit", (tokens,), "<f4")
-        self.lse = self._create("teacher_lse", (tokens,), "<f4")
+        if self.has_teacher:
+            self.top1 = self._create("teacher_top1", (tokens,), "<i4")
+            self.top1_logit = self._create("teacher_top1_logit", (tokens,), "<f4")
+            self.lse = self._create("teacher_lse", (tokens,), "<f4")
         self.hidden_states = self._create("hidden_states", (tokens, self.planes, self.hidden_size), "<u2")
 
     def _reserve(self):
@@ -128,8 +136,8 @@ class ShardWriter:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
 
-    def write(self, document, ids, mask, states, teacher):
-        """states: uint16 bf16 bits [n, P, H]; teacher: (top1 int32, its logit, log-sum-exp) [n] each."""
+    def write(self, document, ids, mask, states, teacher=None):
+        """states: uint16 bf16 bits [n, P, H]; teacher, when has_teacher: (top1 int32, logit, log-sum-exp) [n] each."""
         begin, end = (int(at) for at in self.offsets[document:document + 2])
         ids, mask = np.asarray(ids, dtype="<i4"), np.asarray(mask, dtype=np.uint8)
         states = np.ascontiguousarray(states, dtype="<u2")
@@ -138,7 +146,8 @@ class ShardWriter:
         self.input_ids[begin:end] = ids
         self.loss_mask[begin:end] = mask
         self.hidden_states[begin:end] = states
-        self.top1[begin:end], self.top1_logit[begin:end], self.lse[begin:end] = teacher
+        if self.has_teacher:
+            self.top1[begin:end], self.top1_logit[begin:end], self.lse[begin:end] = teacher
         self.crc[document] = crc32c(ids, mask, states)
         self.written[document] = True
 

@@ -1,7 +1,7 @@
 """Reading and writing safetensors files with numpy alone.
 
-Tensors are (dtype name, array) pairs; bf16 comes and goes as its uint16 bits, since numpy has no
-bf16. Does not know what the tensors mean.
+Tensors are (dtype name, array) pairs; bf16 and fp8 come and go as their bits (uint16, uint8), since
+numpy has neither. Does not know what the tensors mean.
 """
 
 import json
@@ -10,7 +10,7 @@ import os
 import numpy as np
 
 DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8", "I64": "<i8", "I32": "<i4",
-          "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "u1"}
+          "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "u1", "F8_E4M3": "u1"}
 
 
 def read_header(path):
@@ -72,3 +72,21 @@ def float_to_bf16(values):
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
     return np.where(nan, (bits >> np.uint32(16)) | np.uint32(0x40), rounded).astype(np.uint16)
+
+
+def _e4m3_values():
+    """-> float32 [256]: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinity, 0x7F and 0xFF are NaN."""
+    codes = np.arange(256)
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    normal = (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    values = np.where(exponent == 0, mantissa / 8 * 2.0 ** -6, normal)
+    values[(codes & 0x7F) == 0x7F] = np.nan
+    return np.where(codes & 0x80, -values, values).astype(np.float32)
+
+
+E4M3_VALUES = _e4m3_values()
+
+
+def e4m3_to_float(codes):
+    """uint8 codes of float8_e4m3fn -> float32."""
+    return E4M3_VALUES[codes]

@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+"""Turns hidden states that other engines wrote into feature shards for dtrain.
+
+    import_features.py --data FOLDER --layer-ids 2,18,33 --numbering vllm --target DIR --model DIR --out FOLDER
+    import_features.py --documents FILE.jsonl --states FOLDER ...
+
+Reads what speculators and vLLM's hidden-state extraction write. Start the same command again to go on
+after a kill. See tools/README.md.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import time
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+from dtrain_tools import speculators_dump as dump  # noqa: E402
+from dtrain_tools.documents import InputError  # noqa: E402
+from dtrain_tools.extraction import settle_folder  # noqa: E402
+from dtrain_tools.import_check import PROBE_TOKENS, check_layers, check_norm, target_states  # noqa: E402
+from dtrain_tools.importing import Import, plan_shards  # noqa: E402
+from dtrain_tools.shards import DiskFull  # noqa: E402
+from dtrain_tools.target_head import read_target_head  # noqa: E402
+
+RUN_FAILED, REFUSED = 1, 2
+PROBES = 3  # documents that norm and layers are looked at in, before anything is written
+
+
+def say(text):
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def layer_list(text):
+    return [int(part) for part in text.split(",")]
+
+
+def build_parser():
+    parser = argparse.ArgumentParser(description="turn states of speculators or vLLM into feature shards")
+    add = parser.add_argument
+    add("--data", metavar="FOLDER", help="Arrow data set with input_ids and loss_mask (speculators prepare-data)")
+    add("--documents", metavar="FILE", help='instead of --data: JSON lines {"input_ids", "loss_mask"}; states are '
+                                            "found by their token_ids")
+    add("--states", metavar="FOLDER", help="files of states; default: DATA/hidden_states")
+    add("--layer-ids", type=layer_list, required=True, metavar="I,J,...",
+        help="layers of the planes, as they were given to the engine, without the last hidden state")
+    add("--numbering", required=True, choices=["vllm", "output"],
+        help="of --layer-ids. vllm (also speculators): i is the output of layer i - 1; output: of layer i")
+    add("--last-hidden", default="pre_norm", choices=["pre_norm", "post_norm", "absent"],
+        help="what the plane after those of --layer-ids is; default: pre_norm, as vLLM writes it")
+    add("--target", required=True, metavar="DIR", help="target directory, or the model's own")
+    add("--model", metavar="DIR", help="Hugging Face model: it is run on a few documents, to verify the layers")
+    add("--unverified", action="append", default=[], choices=["layers"],
+        help="layers: take --layer-ids on trust, where the model cannot be run here")
+    add("--out", required=True, metavar="FOLDER", help="folder for shards")
+    add("--name", help="target_model written in the shards; default: the folder's name of --model or --target")
+    add("--missing", default="fail", choices=["fail", "skip"], help="documents without a file of states; default: fail")
+    add("--split-val", type=float, default=0, metavar="X",
+        help="texts held out for val-*.h5: a share below 1, or a number")
+    add("--seed", type=int, default=0, help="of the split")
+    add("--shard-bytes", type=float, default=2 * 2**30, help="about the size of a shard; default: 2 GiB")
+    add("--device", default="auto", help="of --model: auto, cpu, cuda, cuda:1, ...")
+    add("--dtrain", metavar="FILE", help="the program whose data check ends the import; default: on PATH")
+    return parser
+
+
+def check_arguments(parser, args):
+    if (args.data is None) == (args.documents is None):
+        parser.error("give either --data or --documents")
+    args.states = args.states or (args.data and os.path.join(args.data, "hidden_states"))
+    if args.states is None:
+        parser.error("--documents needs --states")
+    if (args.model is None) == ("layers" not in args.unverified):
+        parser.error("which layer a plane is stands in no file: give --model, whose states are compared, or "
+                     "--unverified layers")
+    if args.split_val < 0 or (args.split_val >= 1 and args.split_val != int(args.split_val)):
+        parser.error("--split-val is a share below 1 or a whole number")
+    args.dtrain = args.dtrain or shutil.which("dtrain")
+    if args.dtrain is None:
+        parser.error("dtrain is not on PATH; give --dtrain FILE (its data check ends the import)")
+
+
+def own_numbering(args, head):
+    """-> layer ids as shards have them: outputs of decoder layers from 0."""
+    ids = [i - 1 for i in args.layer_ids] if args.numbering == "vllm" else args.layer_ids
+    given = f"--layer-ids {','.join(map(str, args.layer_ids))} ({args.numbering})"
+    if -1 in ids:
+        raise InputError(f"{given}: the embedding's output; shards hold outputs of decoder layers")
+    if sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] < head.layers:
+        raise InputError(f"{given}: must ascend within the model's {head.layers} layers")
+    if ids[-1] == head.layers - 1 and args.last_hidden == "pre_norm":
+        raise InputError(f"{given}: the last is the last hidden state itself; leave it out of --layer-ids")
+    return ids
+
+
+def list_documents(args, head, planes):
+    if not os.path.isdir(args.states):
+        raise InputError(f"{args.states}: no such folder (--states)")
+    if args.data:
+        rows, find = dump.Rows(args.data), dump.files_by_row(args.states)
+    else:
+        rows, find = dump.Lines(args.documents), dump.files_by_tokens(args.states)
+    documents = dump.list_documents(rows, find, planes, head, args.missing == "skip", say)
+    return documents, rows.fingerprint()
+
+
+def probe(args, documents, head, layer_ids):
+    """Refuses a wrong declaration before anything is written."""
+    model = None
+    if args.model:
+        from dtrain_tools.target_model import Target
+        model = Target(args.model, None, args.device)
+    longest = sorted(documents, key=lambda document: -document.tokens)[:PROBES]
+    for document in longest:
+        bits = dump.read_states(document.path, PROBE_TOKENS)
+        check_norm(document.path, bits, args.last_hidden, head.norm)
+        if model:
+            ids = dump.read_token_ids(document.path)[:PROBE_TOKENS]
+            worst = check_layers(document.path, bits, layer_ids, args.last_hidden, target_states(model, ids))
+            say(f"{document.path}: planes are the layers declared, to {worst:.3f} of their size")
+
+
+def settings_of(args, layer_ids, fingerprint):
+    """What must not change when an import goes on."""
+    kept = ("data", "documents", "states", "last_hidden", "missing", "split_val", "seed", "shard_bytes", "target")
+    return {"import": "speculators", **{name: getattr(args, name) for name in kept}, "layer_ids": layer_ids,
+            "documents_fingerprint": fingerprint}
+
+
+def run(args):
+    head = read_target_head(args.target)
+    layer_ids = own_numbering(args, head)
+    documents, fingerprint = list_documents(args, head, len(layer_ids) + (args.last_hidden != "absent"))
+    probe(args, documents, head, layer_ids)
+    settle_folder(args.out, settings_of(args, layer_ids, fingerprint))
+    attributes = {"target_model": args.name or os.path.basename(os.path.abspath(args.model or args.target)),
+                  "target_layer_ids": layer_ids, "hidden_size": head.hidden_size, "vocab_size": head.vocab_size,
+                  "last_hidden": args.last_hidden, "created_by": "dtrain tools/import_features.py",
+                  "dataset": os.path.basename(os.path.abspath(args.data or args.documents))}
+    planes = len(layer_ids) + (args.last_hidden != "absent")
+    shards = plan_shards(documents, args.split_val, args.seed,
+                         max(1, int(args.shard_bytes // (2 * planes * head.hidden_size + 5))))
+    job = Import(args.out, attributes, lambda d: (dump.read_token_ids(d.path), dump.read_states(d.path)), say)
+    job.run(shards)
+    job.bless(shards, args.dtrain, args.target)
+    say(f"{args.out}: {len(documents)} documents in {len(shards)} shards, checked")
+    if args.last_hidden == "absent":
+        say("the shards have no last hidden state, so no teacher: only ce_data can be trained, and whether states and "
+            "tokens are aligned was " + ("verified by --model" if args.model else "NOT verified"))
+    if not args.model:
+        say("which layers the planes are was NOT verified (--unverified layers)")
+
+
+def main():
+    parser = build_parser()
+    args = parser.parse_args()
+    check_arguments(parser, args)
+    try:
+        run(args)
+    except InputError as error:
+        say(f"error: {error}")
+        return REFUSED
+    except (DiskFull, MemoryError) as error:
+        say(f"error: {error}")
+        return RUN_FAILED
+    except KeyboardInterrupt:
+        say("stopped; the same command goes on from here")
+        return RUN_FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
