@@ -152,7 +152,8 @@ static void nothing_to_continue_is_cut_anew(void **state)
     assert_int_equal(run_train(&fixture, "run", NULL), 0);
     assert_int_equal(rename(run_checkpoint(&fixture, "run", 1), run_path(&fixture, "away")), 0);
     assert_int_equal(run_train(&fixture, "run", "--set", limit, NULL), 0);
-    run_must_say(&fixture, "run", "run/execution.json can not be obeyed, this run chooses anew");
+    run_must_say(&fixture, "run",
+                 "run/execution.json can not be obeyed, this run chooses everything anew");
     run_must_say(&fixture, "run", "so that");
     assert_int_equal(program_checkpoint(run_path(&fixture, "run")), 1);
     run_fixture_close(&fixture);

@@ -209,7 +209,7 @@ static void follow_first_start(struct resume *resume, const struct run_folder *f
                            follow(session, &before, &why) == 0;
         if (!resume->followed) {
             session->execution = chosen;
-            log_warn("%s can not be obeyed, this run chooses anew:\n%s", path, why.text);
+            log_warn("%s can not be obeyed, this run chooses everything anew:\n%s", path, why.text);
         }
     }
     free(path);

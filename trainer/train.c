@@ -457,8 +457,8 @@ static int admit_obeying(struct run *run, struct resume *resume, struct error *e
         return 0;
     }
     if (resume->path == NULL) {
-        log_warn("%s/execution.json can not be obeyed, this run chooses anew:\n%.*s", folder,
-                 (int)strcspn(why.text, "\n"), why.text);
+        log_warn("%s/execution.json can not be obeyed, this run chooses everything anew:\n%.*s",
+                 folder, (int)strcspn(why.text, "\n"), why.text);
         return plan_admit(session, ADMIT_NEW, &run->planned_bytes, err);
     }
     if (!resume->replan) {
