@@ -140,6 +140,8 @@ static int compare_config(struct resume *resume, const struct session *session, 
             before.memory.limit = limit;
             before.kernels = session->config->kernels;
         }
+        resume->epochs = before.run.epochs;
+        resume->max_steps = before.run.max_steps;
         config_expand_files(&before, &(struct error){0}); // files may have moved: names decide
         status = config_compare_for_resume(&before, session->config, err);
         if (status != 0)
