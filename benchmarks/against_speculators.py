@@ -305,7 +305,8 @@ def main():
         results.append(dict(speculators=result, dtrain=ours))
         if arguments.json:
             pathlib.Path(arguments.json).write_text(json.dumps(results, indent=1))
-    return 0
+    faults = [r["speculators"]["failed"] for r in results if r["speculators"].get("failed")]
+    return 0 if all(f.startswith("out of memory") for f in faults) else 1
 
 
 if __name__ == "__main__":

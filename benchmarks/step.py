@@ -37,10 +37,13 @@ class DeviceMemory:
         self.peak, self.last, self.stopped = 0, 0, threading.Event()
         try:
             import pynvml
+        except ImportError:
+            sys.exit("device memory is read with the package nvidia-ml-py: pip install nvidia-ml-py")
+        try:
             pynvml.nvmlInit()
             self.nvml, self.handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
-        except Exception:
-            self.nvml = None
+        except pynvml.NVMLError:
+            self.nvml = None  # no GPU
             return
         self.base = self.used()
         self.thread = threading.Thread(target=self.sample, daemon=True)

@@ -76,6 +76,10 @@ static void watch_run(struct watch *w)
                 "without schedule.kind wsd");
     idle_unless(w, c->schedule.kind != SCHEDULE_CONSTANT, "schedule", "min_lr_ratio",
                 "with schedule.kind constant");
+    bool cpu = c->run.device == DEVICE_CPU; // on which chunks do not depend on the mode
+    bool chooses = c->memory.recompute == RECOMPUTE_AUTO || (!cpu && c->memory.chunk_rows == 0);
+    idle_unless(w, chooses, "memory", "mode",
+                cpu ? "on a CPU with memory.recompute" : "with memory.recompute and chunk_rows");
 }
 
 #define WARN(w, section, key, ...)                                                                 \

@@ -55,8 +55,13 @@ static void cuda_free(void *pointer)
 static void *cuda_host_alloc(size_t bytes)
 {
     void *pointer = NULL;
-    cuda_check(cudaHostAlloc(&pointer, bytes > 0 ? bytes : (size_t)LEAST_ALLOCATION,
-                             cudaHostAllocDefault));
+    size_t wanted = bytes > 0 ? bytes : (size_t)LEAST_ALLOCATION;
+    cudaError_t status = cudaHostAlloc(&pointer, wanted, cudaHostAllocDefault);
+    if (status == cudaErrorMemoryAllocation)
+        die("out of pinned host memory: %.2f GiB wanted; fewer data.prefetch_rows or a smaller "
+            "data.seq_len need less",
+            (double)wanted / 0x1p30);
+    cuda_check(status);
     return pointer;
 }
 

@@ -1,6 +1,6 @@
 # Finds a CUDA toolkit that can build the CUDA backend, or says why there is none and goes on.
-# Result: CUDA_ENABLED, and the target dtrain_cuda_libraries (runtime, cuBLASLt; where found cuDNN and
-# NCCL, and then DTRAIN_CUDNN and DTRAIN_NCCL are defined).
+# Result: CUDA_ENABLED, and the targets dtrain_cuda_libraries (runtime, cuBLASLt) and dtrain_cuda_test_libraries
+# (cuDNN and NCCL where found, and then DTRAIN_CUDNN and DTRAIN_NCCL are defined).
 set(CUDA_ENABLED FALSE)
 
 function(dtrain_no_cuda reason)
@@ -66,14 +66,17 @@ add_library(dtrain_cuda_libraries INTERFACE)
 target_link_libraries(dtrain_cuda_libraries INTERFACE CUDA::cudart CUDA::cublasLt)
 target_include_directories(dtrain_cuda_libraries INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
 
+# What only tests use: a program must start where these are not there.
+add_library(dtrain_cuda_test_libraries INTERFACE)
+
 # dtrain_cuda_optional(CUDNN cudnn.h cudnn): links the library where both parts are found.
 function(dtrain_cuda_optional name header library)
   find_path(${name}_INCLUDE ${header} HINTS ${CUDAToolkit_INCLUDE_DIRS})
   find_library(${name}_LIBRARY ${library} HINTS ${CUDAToolkit_LIBRARY_DIR})
   if(${name}_INCLUDE AND ${name}_LIBRARY)
-    target_include_directories(dtrain_cuda_libraries INTERFACE ${${name}_INCLUDE})
-    target_link_libraries(dtrain_cuda_libraries INTERFACE ${${name}_LIBRARY})
-    target_compile_definitions(dtrain_cuda_libraries INTERFACE DTRAIN_${name})
+    target_include_directories(dtrain_cuda_test_libraries INTERFACE ${${name}_INCLUDE})
+    target_link_libraries(dtrain_cuda_test_libraries INTERFACE ${${name}_LIBRARY})
+    target_compile_definitions(dtrain_cuda_test_libraries INTERFACE DTRAIN_${name})
   endif()
   message(STATUS "CUDA backend: ${library} ${${name}_LIBRARY}")
 endfunction()

@@ -229,8 +229,8 @@ static void texts_say_where_it_came_from(void **state)
     read.threads = 2;
     snprintf(read.compute, sizeof(read.compute), "bf16");
     assert_int_equal(execution_compare(&drafter.execution, &read, &err), -1);
-    assert_string_equal(err.text, "compute: fp32 when the run was started, bf16 now\n"
-                                  "threads: 1 when the run was started, 2 now");
+    assert_string_equal(err.text, "compute: fp32 in execution.json, bf16 now\n"
+                                  "threads: 1 in execution.json, 2 now");
     free(path);
 }
 

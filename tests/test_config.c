@@ -517,6 +517,33 @@ static void warnings_name_idle_keys(void **state)
     free(file);
 }
 
+// A mode whose every choice is made by another key.
+static void a_mode_without_effect_is_named(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *sets[4];
+        bool idle;
+    } cases[] = {{{"mode=low", "recompute=cheap", "chunk_rows=64", "device=cuda"}, true},
+                 {{"mode=low", "recompute=cheap", "chunk_rows=64", "device=cpu"}, true},
+                 {{"mode=low", "recompute=cheap", "chunk_rows=0", "device=cpu"}, true},
+                 {{"mode=low", "recompute=cheap", "chunk_rows=0", "device=auto"}, false},
+                 {{"mode=low", "recompute=auto", "chunk_rows=64", "device=cpu"}, false}};
+    struct config_folder folder;
+    config_folder_open(&folder);
+    char *file = config_folder_write(&folder, "a.yaml", GOOD);
+    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+        struct config c;
+        struct error text = {{0}};
+        load(&c, file, cases[i].sets, 4);
+        assert_int_equal(config_warnings(&c, &text), cases[i].idle);
+        assert_true((strstr(text.text, "memory.mode: has no effect") != NULL) == cases[i].idle);
+        config_release(&c);
+    }
+    config_folder_close(&folder);
+    free(file);
+}
+
 static void choices_are_in_the_order_of_the_enums(void **state)
 {
     (void)state;
@@ -645,6 +672,7 @@ int main(void)
         cmocka_unit_test(missing_and_repeated_files),
         cmocka_unit_test(resume_compares_what_must_stay),
         cmocka_unit_test(warnings_name_idle_keys),
+        cmocka_unit_test(a_mode_without_effect_is_named),
         cmocka_unit_test(choices_are_in_the_order_of_the_enums),
         cmocka_unit_test(descriptions_hold_every_key),
         cmocka_unit_test(the_page_is_fresh),

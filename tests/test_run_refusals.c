@@ -256,8 +256,7 @@ static void other_execution(void **state)
 {
     (void)state;
     copy_run("execution");
-    must_refuse("execution", "threads: 1 when the run was started, 2 now", "--set",
-                "parallel.threads=2");
+    must_refuse("execution", "threads: 1 in execution.json, 2 now", "--set", "parallel.threads=2");
     run_must_say(&fixture, "execution", "--replan accepts this");
     assert_int_equal(run_train(&fixture, "execution", "--set", "parallel.threads=2", "--set",
                                "memory.group_rows=64", "--set", "kernels.path=generic", "--set",
@@ -265,7 +264,7 @@ static void other_execution(void **state)
                      0);
     run_must_say(&fixture, "execution", "resuming with another execution (--replan)");
     run_must_say(&fixture, "execution", "group_rows");
-    run_must_say(&fixture, "execution", "kernels: auto when the run was started, generic now");
+    run_must_say(&fixture, "execution", "kernels: auto in execution.json, generic now");
     // The new execution is frozen now.
     assert_int_equal(run_train(&fixture, "execution", "--set", "parallel.threads=2", "--set",
                                "memory.group_rows=64", "--set", "kernels.path=generic", "--set",
@@ -429,7 +428,7 @@ static void members_are_checked(void **state)
         assert_int_equal(run_train(&fixture, name, "--set", "run.max_steps=1", "--set",
                                    "parallel.threads=0", NULL),
                          0);
-        run_must_say(&fixture, name, "this run chooses anew");
+        run_must_say(&fixture, name, "this run chooses everything anew");
         run_must_say(&fixture, name, bad_members[i].member);
         if (strlen(bad) <= strlen(execution)) { // a checkpoint's files keep their sizes
             char *padded = memory_format("%-*s", (int)strlen(execution), bad);
@@ -466,11 +465,17 @@ static void first_start_is_followed(void **state)
     assert_int_equal(run_train(&fixture, "other", "--set", "run.max_steps=1", "--set",
                                "parallel.threads=2", NULL),
                      0);
-    run_must_say(&fixture, "other", "threads: 1 when the run was started, 2 now");
+    run_must_say(&fixture, "other", "threads: 1 in execution.json, 2 now");
     assert_false(program_says(run_path(&fixture, "other/execution.json"), "\"group_rows\":\t32"));
+    given_folder("generic", smaller);
+    assert_int_equal(run_train(&fixture, "generic", "--set", "run.max_steps=1", "--set",
+                               "kernels.path=generic", NULL),
+                     0);
+    run_must_say(&fixture, "generic", "this run chooses everything anew");
+    run_must_say(&fixture, "generic", "kernels: auto in execution.json, generic now");
     given_folder("damaged", "{\"device\": 1}");
     assert_int_equal(run_train(&fixture, "damaged", "--set", "run.max_steps=1", NULL), 0);
-    run_must_say(&fixture, "damaged", "this run chooses anew");
+    run_must_say(&fixture, "damaged", "this run chooses everything anew");
     free(execution);
     free(smaller);
 }

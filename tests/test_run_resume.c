@@ -92,11 +92,26 @@ static void finished_run_stays(void **state)
     assert_int_equal(run_train(&fixture, "again", NULL), 0);
     must_resume_at("again", RUN_STEPS);
     run_must_say(&fixture, "again", "done: 20 steps");
+    run_must_say(&fixture, "again", "steps: 20, and 20 are taken: nothing is left");
+    assert_false(run_says(&fixture, "again", "the learning rate follows"));
     char *after = program_text(run_path(&fixture, "again/metrics.jsonl"));
     assert_string_equal(before, after);
     assert_false(run_says(&fixture, "again", "written in"));
     free(before);
     free(after);
+}
+
+// Another number of steps is another schedule; one that is behind the run leaves nothing to do.
+static void other_lengths_are_told(void **state)
+{
+    (void)state;
+    assert_int_equal(run_train(&fixture, "longer", "--set", "run.max_steps=8", NULL), 0);
+    assert_false(run_says(&fixture, "longer", "the learning rate follows"));
+    assert_int_equal(run_train(&fixture, "longer", "--set", "run.max_steps=10", NULL), 0);
+    run_must_say(&fixture, "longer", "10 steps in all, where 8 were to be when ");
+    run_must_say(&fixture, "longer", "steps: 10, from step 9");
+    assert_int_equal(run_train(&fixture, "longer", "--set", "run.max_steps=4", NULL), 0);
+    run_must_say(&fixture, "longer", "steps: 4, and 10 are taken: nothing is left");
 }
 
 // ---- killed --------------------------------------------------------------------------------------
@@ -467,6 +482,7 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup(same_run_twice, forget_sets),
         cmocka_unit_test_setup(finished_run_stays, forget_sets),
+        cmocka_unit_test_setup(other_lengths_are_told, forget_sets),
         cmocka_unit_test_setup(kill_after_13_resumes_at_12, forget_sets),
         cmocka_unit_test_setup(kills_at_random_moments, forget_sets),
         cmocka_unit_test_setup(sigterm_saves_and_resumes, forget_sets),

@@ -132,11 +132,11 @@ int execution_compare(const struct execution *before, const struct execution *no
     int result = 0;
 #define COMPARE_TEXT(member)                                                                       \
     if (strcmp(before->member, now->member) != 0)                                                  \
-        result = error_add(err, "%s: %s when the run was started, %s now", #member,                \
-                           before->member, now->member);
+        result = error_add(err, "%s: %s in execution.json, %s now", #member, before->member,       \
+                           now->member);
 #define COMPARE_INT(member)                                                                        \
     if (before->member != now->member)                                                             \
-        result = error_add(err, "%s: %lld when the run was started, %lld now", #member,            \
+        result = error_add(err, "%s: %lld in execution.json, %lld now", #member,                   \
                            (long long)before->member, (long long)now->member);
     EXECUTION_FIELDS(COMPARE_TEXT, COMPARE_INT)
     return result;

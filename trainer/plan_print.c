@@ -239,7 +239,8 @@ static void print_run(const struct plan_report *r, FILE *out)
                 plan_number(r->config->data.seq_len, a));
     if (w->steps == 0)
         return;
-    fprintf(out, "  %-20s %s%s\n", "steps", plan_number(w->steps, a),
+    bool about = rows > 0 && r->config->run.epochs > 1 && w->steps != r->config->run.max_steps;
+    fprintf(out, "  %-20s %s%s%s\n", "steps", about ? "about " : "", plan_number(w->steps, a),
             rows > 0 ? "" : " at most, by run.max_steps");
     if (strcmp(r->plan->execution.device, "cpu") != 0)
         fprintf(out, "  %-20s %s, validation and checkpoints not counted\n", "at least",

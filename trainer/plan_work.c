@@ -109,7 +109,8 @@ void plan_work(struct plan_work *w, const struct plan *plan, const struct plan_s
     count_loss(w, plan, subject);
     sum(w);
     count_steps(w, config, documents);
-    // Gradients cleared and read, masters and moments read and written, weights written.
+    // Gradients read for their norm and for the update, masters and moments read and written, weights
+    // written.
     double elements = (double)plan->params.elements;
     double copy = strcmp(plan->execution.compute, "bf16") == 0 ? 2.0 : 0.0;
     w->optimizer_bytes = elements * (4.0 + 4.0 + 3.0 * 8.0 + copy);

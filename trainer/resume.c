@@ -140,6 +140,8 @@ static int compare_config(struct resume *resume, const struct session *session, 
             before.memory.limit = limit;
             before.kernels = session->config->kernels;
         }
+        resume->epochs = before.run.epochs;
+        resume->max_steps = before.run.max_steps;
         config_expand_files(&before, &(struct error){0}); // files may have moved: names decide
         status = config_compare_for_resume(&before, session->config, err);
         if (status != 0)
@@ -209,7 +211,7 @@ static void follow_first_start(struct resume *resume, const struct run_folder *f
                            follow(session, &before, &why) == 0;
         if (!resume->followed) {
             session->execution = chosen;
-            log_warn("%s can not be obeyed, this run chooses anew:\n%s", path, why.text);
+            log_warn("%s can not be obeyed, this run chooses everything anew:\n%s", path, why.text);
         }
     }
     free(path);

@@ -6,12 +6,13 @@
 #include "trainer/session.h"
 
 struct resume {
-    const char *choice; // "auto", "none" or a checkpoint directory
-    bool replan;        // accept another execution
-    char *path;         // the checkpoint; NULL: start from the beginning
-    bool followed;      // no checkpoint, but the run folder's execution.json is obeyed
-    bool warned;        // that results are not bitwise the same
-    bool failed;        // a fault of the checkpoint (status 1), not of config or data (status 2)
+    const char *choice;        // "auto", "none" or a checkpoint directory
+    bool replan;               // accept another execution
+    char *path;                // the checkpoint; NULL: start from the beginning
+    bool followed;             // no checkpoint, but the run folder's execution.json is obeyed
+    int64_t epochs, max_steps; // of the checkpoint's config
+    bool warned;               // that results are not bitwise the same
+    bool failed; // a fault of the checkpoint (status 1), not of config or data (status 2)
 };
 
 // Whether there may be something to continue or to obey: a checkpoint is named, or the run folder has

@@ -96,8 +96,13 @@ static void describe_start(const struct run *run)
              "rows %.1f, products %.1f",
              t->products - t->begin, t->session - t->begin, t->step - t->session,
              t->state - t->step, t->readers - t->state, t->products - t->readers);
-    log_info("steps: %lld, from step %lld", (long long)run->steps.total,
-             (long long)run->counters.step + 1);
+    if (run->counters.step < run->steps.total)
+        log_info("steps: %lld, from step %lld", (long long)run->steps.total,
+                 (long long)run->counters.step + 1);
+    else
+        log_info("steps: %lld, and %lld are taken: nothing is left; more run.max_steps or "
+                 "run.epochs would go on",
+                 (long long)run->steps.total, (long long)run->counters.step);
 }
 
 static int open_prefetch(struct run *run, struct error *err)
@@ -457,8 +462,8 @@ static int admit_obeying(struct run *run, struct resume *resume, struct error *e
         return 0;
     }
     if (resume->path == NULL) {
-        log_warn("%s/execution.json can not be obeyed, this run chooses anew:\n%.*s", folder,
-                 (int)strcspn(why.text, "\n"), why.text);
+        log_warn("%s/execution.json can not be obeyed, this run chooses everything anew:\n%.*s",
+                 folder, (int)strcspn(why.text, "\n"), why.text);
         return plan_admit(session, ADMIT_NEW, &run->planned_bytes, err);
     }
     if (!resume->replan) {
@@ -480,6 +485,29 @@ static int admit(struct run *run, struct resume *resume, struct error *err)
     if (run->planned_bytes > 0)
         return 0; // before the folder was made
     return plan_admit(&run->session, ADMIT_NEW, &run->planned_bytes, err);
+}
+
+// Learning rates follow from the number of all steps, so another one changes those still to come.
+static void compare_schedule(const struct run *run, const struct resume *resume)
+{
+    const struct config *now = &run->config;
+    bool flat = now->schedule.kind == SCHEDULE_CONSTANT && !(now->schedule.warmup_ratio > 0.0);
+    if (resume->path == NULL || flat ||
+        (resume->epochs == now->run.epochs && resume->max_steps == now->run.max_steps))
+        return;
+    struct config config = *now;
+    struct session session = run->session;
+    struct session_steps before;
+    config.run.epochs = resume->epochs;
+    config.run.max_steps = resume->max_steps;
+    session.config = &config;
+    session_count_steps(&session, &before);
+    if (before.total != run->steps.total)
+        log_warn("%lld steps in all, where %lld were to be when %s was written: the learning rate "
+                 "follows a schedule over %lld from here on",
+                 (long long)run->steps.total, (long long)before.total, resume->path,
+                 (long long)run->steps.total);
+    session_steps_release(&before);
 }
 
 // Where the run begins, once its folder is open. *status as in open_run.
@@ -507,6 +535,7 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
         load_state(run, resume, status, err) != 0 || check_bad_fraction(run, err) != 0)
         return -1;
     session_count_steps(session, &run->steps);
+    compare_schedule(run, resume);
     *status = EXIT_FAILED;
     // Readers fill the first rows while products are timed.
     if (session->has_val &&
