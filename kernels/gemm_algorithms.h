@@ -2,6 +2,10 @@
 // runs. The rows of A as stored (m of the product, or k where A is transposed) are tokens, blocks or
 // slots and differ from call to call; all else is given by the model. So there is one algorithm for
 // all counts of rows in a bucket.
+//
+// At most GEMM_ALGORITHMS are chosen, of at most GEMM_RECORDED products (gemm_cuda.cuh), the largest
+// buckets first. What goes beyond takes the library's first proposal, as all that was never timed;
+// gemm_tune_cuda logs how much that is.
 #ifndef KERNELS_GEMM_ALGORITHMS_H
 #define KERNELS_GEMM_ALGORITHMS_H
 

@@ -258,6 +258,8 @@ static void record(struct gemm_state *state, const struct gemm *g)
     }
     if (i < GEMM_RECORDED)
         state->recorded[state->recorded_count++] = *g;
+    else
+        state->calls_left_out++;
 }
 
 void gemm_cuda(struct stream *stream, const struct gemm *gemm)

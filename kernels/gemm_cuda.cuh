@@ -52,7 +52,8 @@ struct gemm_state {
     struct gemm_tuned tuned[GEMM_ALGORITHMS];
     bool record;
     int recorded_count;
-    struct gemm recorded[GEMM_RECORDED]; // of each product the call with the most rows
+    struct gemm recorded[GEMM_RECORDED];  // of each product the call with the most rows
+    int calls_left_out, buckets_left_out; // for which recorded, tuned had no room
 };
 
 // The stream's, made at the first call.

@@ -201,8 +201,10 @@ void tune_bucket(struct stream *stream, const struct gemm *recorded, int64_t buc
     struct gemm g = with_rows(recorded, std::min(gemm_product_rows(&product), bucket));
     struct gemm_problem problem = problem_of(&g);
     struct candidate candidates[CANDIDATES];
-    if (state->tuned_count == GEMM_ALGORITHMS)
+    if (state->tuned_count == GEMM_ALGORITHMS) {
+        state->buckets_left_out++;
         return;
+    }
     if (timed)
         fill_operands(stream, &g);
     int count = collect(stream, &g, &problem, bucket, timed ? CANDIDATES : 1, candidates);
@@ -227,7 +229,7 @@ bool well_aligned(const struct gemm *g)
 void gemm_record_cuda(struct stream *stream)
 {
     struct gemm_state *state = gemm_state_of(stream);
-    state->recorded_count = 0;
+    state->recorded_count = state->calls_left_out = state->buckets_left_out = 0;
     state->record = true;
 }
 
@@ -253,6 +255,10 @@ void gemm_tune_cuda(struct stream *stream, double seconds, struct gemm_algorithm
     cuda_check(cudaEventDestroy(events[0]));
     cuda_check(cudaEventDestroy(events[1]));
     gemm_forget_plans(state);
+    if (state->calls_left_out + state->buckets_left_out > 0)
+        log_warn("gemm: no room for %d calls of further products and %d buckets; they take the "
+                 "library's first proposal",
+                 state->calls_left_out, state->buckets_left_out);
     algorithms->count = state->tuned_count;
     for (int i = 0; i < state->tuned_count; i++) {
         struct gemm_algorithm *to = &algorithms->items[i];
