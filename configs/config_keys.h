@@ -160,7 +160,8 @@
     TEXT(limit, NULL, FREE, "memory that a run may take, as 80GiB or 512MiB: of a GPU in all, CUDA context included; on a CPU for what is planned, step and host part, while the program, its libraries and the mapped target files come on top; default: what is free when it starts")
 
 #define KERNELS_KEYS(TEXT, PATH, INT, REAL, FLAG, CHOICE, TEXTS, PATHS, INTS, REALS) \
-    CHOICE(path, auto, "auto\0generic", KEEP, "auto: the fastest kernels that the GPU has; generic: those that every supported GPU has")
+    CHOICE(path, auto, "auto\0generic", KEEP, "auto: the fastest kernels that the GPU has; generic: those that every supported GPU has") \
+    TEXT(algorithms, NULL, FREE, "folder, by its absolute path, of the GEMM algorithms that runs on a GPU chose by timing and later runs take; none: each run times its own, results are the same; default: .cache/dtrain in the home folder")
 
 #define PARALLEL_KEYS(TEXT, PATH, INT, REAL, FLAG, CHOICE, TEXTS, PATHS, INTS, REALS) \
     INT(gpus, 0, 0, 4096, FREE, "GPUs to train on; 0: as many as can be used, which is one in this version; more than 1 is taken with a warning") \

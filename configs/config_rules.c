@@ -204,6 +204,13 @@ static void check_memory(const struct check *c)
               limit);
 }
 
+static void check_kernels(const struct check *c)
+{
+    const char *algorithms = c->config->kernels.algorithms;
+    if (algorithms && algorithms[0] != '/' && strcmp(algorithms, "none") != 0)
+        FAULT(c, kernels, algorithms, "%s is neither none nor an absolute path", algorithms);
+}
+
 static void check_schedule(const struct check *c)
 {
     const struct schedule_config *s = &c->config->schedule;
@@ -256,6 +263,7 @@ void config_check_rules(const struct config *config, struct config_faults *fault
     if (config->optimizer.betas.count != 2)
         FAULT(&c, optimizer, betas, "needs 2 values, has %zu", config->optimizer.betas.count);
     check_memory(&c);
+    check_kernels(&c);
     check_schedule(&c);
 }
 

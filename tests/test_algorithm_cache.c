@@ -117,10 +117,18 @@ static void no_folder_is_no_error(void **state)
     assert_string_equal(e.gemm.items[0].algorithm, "0123");
     assert_false(algorithm_cache_read("/dev/null/cache", &table, &now));
     arena_release(&table);
-    char *folder = algorithm_cache_folder();
-    if (folder != NULL)
-        assert_true(folder[0] == '/' && strstr(folder, "/.cache/dtrain") != NULL);
-    free(folder);
+}
+
+static void the_key_names_the_folder(void **state)
+{
+    (void)state;
+    char *own = algorithm_cache_folder(NULL), *other = algorithm_cache_folder("/some/where");
+    assert_null(algorithm_cache_folder("none"));
+    assert_string_equal(other, "/some/where");
+    if (own != NULL)
+        assert_true(own[0] == '/' && strstr(own, "/.cache/dtrain") != NULL);
+    free(own);
+    free(other);
 }
 
 int main(void)
@@ -130,6 +138,7 @@ int main(void)
         cmocka_unit_test(the_first_choice_stays),
         cmocka_unit_test(a_damaged_file_is_replaced),
         cmocka_unit_test(no_folder_is_no_error),
+        cmocka_unit_test(the_key_names_the_folder),
     };
     return cmocka_run_group_tests_name("algorithm_cache", tests, NULL, NULL);
 }

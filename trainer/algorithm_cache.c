@@ -12,8 +12,10 @@
 #include "base/rng.h"
 #include "trainer/files.h"
 
-char *algorithm_cache_folder(void)
+char *algorithm_cache_folder(const char *key)
 {
+    if (key != NULL)
+        return strcmp(key, "none") == 0 ? NULL : memory_strdup(key);
     const struct passwd *user = getpwuid(geteuid());
     if (user == NULL || user->pw_dir == NULL || user->pw_dir[0] != '/')
         return NULL;
@@ -26,7 +28,7 @@ static uint64_t mix_text(uint64_t hash, const char *text)
 }
 
 // The table has the shape of everything that a step multiplies.
-static char *file_path(const char *folder, const struct arena *table, const struct execution *e)
+char *algorithm_cache_file(const char *folder, const struct arena *table, const struct execution *e)
 {
     uint64_t hash = mix_text(mix_text(mix_text(0, e->hardware), e->library), e->kernels);
     for (size_t i = 0; i < table->count; i++) {
@@ -53,7 +55,7 @@ static bool read_file(const char *path, struct execution *execution)
 bool algorithm_cache_read(const char *folder, const struct arena *table,
                           struct execution *execution)
 {
-    char *path = file_path(folder, table, execution);
+    char *path = algorithm_cache_file(folder, table, execution);
     bool found = read_file(path, execution);
     free(path);
     return found;
@@ -62,7 +64,7 @@ bool algorithm_cache_read(const char *folder, const struct arena *table,
 bool algorithm_cache_keep(const char *folder, const struct arena *table,
                           struct execution *execution)
 {
-    char *path = file_path(folder, table, execution);
+    char *path = algorithm_cache_file(folder, table, execution);
     char *own = memory_format("%s.%lld", path, (long long)getpid());
     struct error err = {0};
     bool taken = false;

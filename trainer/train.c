@@ -510,6 +510,24 @@ static void compare_schedule(const struct run *run, const struct resume *resume)
     session_steps_release(&before);
 }
 
+// Algorithms that a checkpoint was trained with and the library does not know stop the run; without a
+// checkpoint there is nothing to continue.
+static int tune(struct run *run, const struct resume *resume, struct error *err)
+{
+    struct execution *execution = &run->session.execution;
+    struct error why = {""};
+    if (step_tune(&run->step, execution, &why) == 0)
+        return 0;
+    if (resume->path != NULL) {
+        *err = why;
+        return error_add(err, "%s/execution.json holds it; --replan chooses anew", resume->path);
+    }
+    log_warn("the algorithms of %s/execution.json can not be obeyed, this run chooses anew:\n%s",
+             run->folder.path, why.text);
+    execution->gemm.count = 0;
+    return step_tune(&run->step, execution, err);
+}
+
 // Where the run begins, once its folder is open. *status as in open_run.
 static int start_run(struct run *run, struct resume *resume, int *status, struct error *err)
 {
@@ -544,9 +562,8 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
     if (open_prefetch(run, err) != 0)
         return -1;
     run->times.readers = timer_now();
-    if (step_tune(&run->step, &session->execution, err) != 0)
-        return error_add(err, "%s/execution.json holds it; --replan chooses anew",
-                         resume->path != NULL ? resume->path : run->folder.path);
+    if (tune(run, resume, err) != 0)
+        return -1;
     if (resume_freeze(&run->folder, session, err) != 0 ||
         run_folder_start(&run->folder, resume->path != NULL ? &run->counters : NULL,
                          config->log.tensorboard, err) != 0)

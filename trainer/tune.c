@@ -3,6 +3,7 @@
 #include "trainer/tune.h"
 
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "base/log.h"
 #include "base/timer.h"
@@ -65,6 +66,33 @@ static int choose(struct step *step, struct execution *execution)
     return stopped;
 }
 
+// Obeys what another run kept in `file`. False: the library refuses it, so that the file goes.
+static bool obey_kept(struct step *step, const struct execution *execution, const char *file)
+{
+    struct error why = {""};
+    if (step->setup.backend->gemm_obey(step->stream, &execution->gemm, &why) == 0)
+        return true;
+    log_warn("%s can not be obeyed, this run chooses anew and removes it:\n%s", file, why.text);
+    unlink(file);
+    return false;
+}
+
+// What an earlier run chose, or else what timing shows, which later runs then take.
+static void take_or_choose(struct step *step, struct execution *execution, const char *folder)
+{
+    double begin = timer_now();
+    char *file = algorithm_cache_file(folder, &step->arena, execution);
+    bool kept =
+        algorithm_cache_read(folder, &step->arena, execution) && obey_kept(step, execution, file);
+    if (!kept && choose(step, execution) == 0)
+        if (algorithm_cache_keep(folder, &step->arena, execution) &&
+            !obey_kept(step, execution, file))
+            choose(step, execution);
+    log_info("gemm: %lld algorithms %s in %.1f s; their file: %s", (long long)execution->gemm.count,
+             kept ? "as chosen before" : "chosen", timer_now() - begin, file);
+    free(file);
+}
+
 int step_tune(struct step *step, struct execution *execution, struct error *err)
 {
     const struct backend *backend = step->setup.backend;
@@ -72,20 +100,15 @@ int step_tune(struct step *step, struct execution *execution, struct error *err)
         return 0;
     if (execution->gemm.count > 0)
         return backend->gemm_obey(step->stream, &execution->gemm, err);
-    double begin = timer_now();
-    char *folder = algorithm_cache_folder();
-    struct error unknown = {0};
-    bool before = folder != NULL && algorithm_cache_read(folder, &step->arena, execution) &&
-                  backend->gemm_obey(step->stream, &execution->gemm, &unknown) == 0;
-    int status = 0;
-    if (!before) {
-        execution->gemm.count = 0;
-        bool stopped = choose(step, execution) != 0;
-        if (!stopped && folder != NULL && algorithm_cache_keep(folder, &step->arena, execution))
-            status = backend->gemm_obey(step->stream, &execution->gemm, err);
+    char *folder = algorithm_cache_folder(step->setup.config->kernels.algorithms);
+    if (folder != NULL) {
+        take_or_choose(step, execution, folder);
+    } else {
+        double begin = timer_now();
+        choose(step, execution);
+        log_info("gemm: %lld algorithms chosen in %.1f s", (long long)execution->gemm.count,
+                 timer_now() - begin);
     }
-    log_info("gemm: %lld algorithms %s in %.1f s", (long long)execution->gemm.count,
-             before ? "as chosen before on this device" : "chosen", timer_now() - begin);
     free(folder);
-    return status;
+    return 0;
 }

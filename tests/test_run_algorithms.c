@@ -1,0 +1,195 @@
+// GEMM algorithms of whole training runs in this process, on a CPU backend that has some to choose:
+// which are obeyed, kept, and chosen anew when the library knows them no more. Linked with
+// --wrap=backend_cpu.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "base/memory.h"
+#include "kernels/backend.h"
+#include "kernels/gemm_algorithms.h"
+#include "tests/support/run_fixture.h"
+#include "trainer/commands.h"
+#include "trainer/files.h"
+
+// The only algorithm that the library knows; backend functions get no context.
+static const char *known = "01";
+static int times_chosen;
+static char *kept_meanwhile; // a command that stands for another run; NULL: none
+
+const struct backend *__real_backend_cpu(void);
+const struct backend *__wrap_backend_cpu(void);
+
+static void made_record(struct stream *stream)
+{
+    (void)stream;
+}
+
+static void made_tune(struct stream *stream, double seconds, struct gemm_algorithms *algorithms)
+{
+    (void)stream;
+    (void)seconds;
+    times_chosen++;
+    algorithms->count = 1;
+    snprintf(algorithms->items[0].product, GEMM_PRODUCT_TEXT,
+             "bf16 fp32 TN+ m 256 n 128 k 512 lda 256 ldb 128 ldc 128");
+    snprintf(algorithms->items[0].algorithm, GEMM_ALGORITHM_TEXT, "%s", known);
+    if (kept_meanwhile != NULL)
+        assert_int_equal(system(kept_meanwhile), 0);
+}
+
+static int made_obey(struct stream *stream, const struct gemm_algorithms *algorithms,
+                     struct error *err)
+{
+    (void)stream;
+    if (strcmp(algorithms->items[0].algorithm, known) == 0)
+        return 0;
+    return error_set(err, "the library refuses %s", algorithms->items[0].algorithm);
+}
+
+const struct backend *__wrap_backend_cpu(void)
+{
+    static struct backend backend;
+    backend = *__real_backend_cpu();
+    backend.gemm_record = made_record;
+    backend.gemm_tune = made_tune;
+    backend.gemm_obey = made_obey;
+    return &backend;
+}
+
+// Trains `steps` in the folder `name` with this value of kernels.algorithms. The exit status.
+static int train(const struct run_fixture *f, const char *name, int steps, const char *algorithms)
+{
+    char *run_dir = memory_format("run.dir=%s/%s", f->folder, name);
+    char *key = memory_format("kernels.algorithms=%s", algorithms);
+    char *max_steps = memory_format("run.max_steps=%d", steps);
+    char *config = memory_format("%s/run.yaml", f->folder);
+    const char *sets[] = {run_dir, key, max_steps, "schedule.kind=constant",
+                          "schedule.warmup_ratio=0"};
+    struct options options = {.config = config,
+                              .sets = sets,
+                              .set_count = sizeof(sets) / sizeof(*sets),
+                              .resume = "auto",
+                              .command = "test"};
+    int status = command_train(&options);
+    free(config);
+    free(max_steps);
+    free(key);
+    free(run_dir);
+    return status;
+}
+
+static bool holds(const struct run_fixture *f, const char *name, const char *algorithm)
+{
+    char *quoted = memory_format("\"algorithm\":\t\"%s\"", algorithm);
+    bool says = program_says(run_path(f, "%s/execution.json", name), quoted);
+    free(quoted);
+    return says;
+}
+
+static bool logs(const struct run_fixture *f, const char *name, const char *words)
+{
+    return program_says(run_path(f, "%s/log.txt", name), words);
+}
+
+static void shell(const struct run_fixture *f, const char *command)
+{
+    char *all = memory_format("cd %s && %s", f->folder, command);
+    assert_int_equal(system(all), 0);
+    free(all);
+}
+
+static int open_fixture(void **state)
+{
+    struct run_fixture *f = memory_alloc(1, sizeof(*f));
+    run_fixture_open(f);
+    known = "01";
+    times_chosen = 0;
+    *state = f;
+    return 0;
+}
+
+static int close_fixture(void **state)
+{
+    free(kept_meanwhile);
+    kept_meanwhile = NULL;
+    run_fixture_close(*state);
+    free(*state);
+    return 0;
+}
+
+static void what_was_kept_is_taken_unless_it_is_off(void **state)
+{
+    const struct run_fixture *f = *state;
+    const char *folder = run_path(f, "kept");
+    assert_int_equal(train(f, "first", 1, folder), EXIT_DONE);
+    assert_int_equal(train(f, "second", 1, folder), EXIT_DONE);
+    assert_int_equal(times_chosen, 1);
+    assert_true(holds(f, "second", "01"));
+    assert_true(logs(f, "second", "as chosen before") && logs(f, "second", "/kept/gemm-"));
+    assert_int_equal(train(f, "off", 1, "none"), EXIT_DONE);
+    assert_int_equal(times_chosen, 2);
+}
+
+static void what_is_refused_of_the_kept_is_chosen_anew(void **state)
+{
+    const struct run_fixture *f = *state;
+    const char *folder = run_path(f, "kept");
+    assert_int_equal(train(f, "old", 1, folder), EXIT_DONE);
+    known = "02";
+    assert_int_equal(train(f, "new", 1, folder), EXIT_DONE);
+    assert_true(holds(f, "new", "02"));
+    assert_true(logs(f, "new", "/kept/gemm-") && logs(f, "new", "the library refuses 01"));
+    assert_int_equal(train(f, "next", 1, folder), EXIT_DONE);
+    assert_int_equal(times_chosen, 2);
+    assert_false(logs(f, "next", "refuses"));
+}
+
+// The same when another run keeps it while this one chooses.
+static void what_another_keeps_meanwhile_is_no_error(void **state)
+{
+    const struct run_fixture *f = *state;
+    const char *folder = run_path(f, "kept");
+    assert_int_equal(train(f, "old", 1, folder), EXIT_DONE);
+    shell(f, "mv kept aside");
+    known = "02";
+    kept_meanwhile =
+        memory_format("mkdir -p %s/kept && cp %s/aside/* %s/kept", f->folder, f->folder, f->folder);
+    assert_int_equal(train(f, "new", 1, folder), EXIT_DONE);
+    assert_true(holds(f, "new", "02"));
+    assert_true(logs(f, "new", "the library refuses 01"));
+}
+
+static void what_a_checkpoint_had_is_obeyed_or_refused(void **state)
+{
+    const struct run_fixture *f = *state;
+    assert_int_equal(train(f, "run", 1, "none"), EXIT_DONE);
+    shell(f, "mkdir fresh && cp run/execution.json fresh");
+    assert_int_equal(train(f, "run", 2, "none"), EXIT_DONE);
+    assert_int_equal(times_chosen, 1);
+    known = "02";
+    assert_int_equal(train(f, "run", 3, "none"), EXIT_FAILED);
+    assert_int_equal(program_checkpoint(run_path(f, "run")), 2);
+    assert_true(holds(f, "run", "01"));
+    // Without a checkpoint there is nothing to continue.
+    assert_int_equal(train(f, "fresh", 1, "none"), EXIT_DONE);
+    assert_true(holds(f, "fresh", "02"));
+    assert_true(logs(f, "fresh", "fresh/execution.json can not be obeyed") &&
+                logs(f, "fresh", "the library refuses 01"));
+}
+
+int main(void)
+{
+#define TEST(name) cmocka_unit_test_setup_teardown(name, open_fixture, close_fixture)
+    const struct CMUnitTest tests[] = {
+        TEST(what_was_kept_is_taken_unless_it_is_off),
+        TEST(what_is_refused_of_the_kept_is_chosen_anew),
+        TEST(what_another_keeps_meanwhile_is_no_error),
+        TEST(what_a_checkpoint_had_is_obeyed_or_refused),
+    };
+    return cmocka_run_group_tests_name("run_algorithms", tests, NULL, NULL);
+}
