@@ -16,8 +16,10 @@ char *algorithm_cache_folder(const char *key)
 {
     if (key != NULL)
         return strcmp(key, "none") == 0 ? NULL : memory_strdup(key);
-    const struct passwd *user = getpwuid(geteuid());
-    if (user == NULL || user->pw_dir == NULL || user->pw_dir[0] != '/')
+    struct passwd entry, *user = NULL;
+    char texts[4096];
+    if (getpwuid_r(geteuid(), &entry, texts, sizeof(texts), &user) != 0 || user == NULL ||
+        user->pw_dir == NULL || user->pw_dir[0] != '/')
         return NULL;
     return memory_format("%s/.cache/dtrain", user->pw_dir);
 }
