@@ -36,7 +36,7 @@ static const struct model models[] = {
       "drafter.intermediate_size=17408", NULL}},
     {"qwen3-8b",
      "qwen3-8b",
-     {"data.seq_len=8192", "drafter.block_size=16", "drafter.mask_token_id=151660",
+     {"data.seq_len=8192", "drafter.block_size=16", "drafter.mask_token_id=151669",
       "drafter.num_attention_heads=32", "drafter.num_key_value_heads=8", "drafter.head_dim=128",
       "drafter.intermediate_size=12288", NULL}},
     {"small",

@@ -133,6 +133,9 @@ int config_compare_for_resume(const struct config *before, const struct config *
 int config_compare_drafter(const struct config *before, const struct config *now,
                            struct error *err);
 
+// Bytes of memory.limit; 0: it is not given.
+uint64_t config_memory_limit(const struct config *config);
+
 // Text of a CHOICE key's value, e.g. config_choice_name("loss", "slot_weight", SLOT_WEIGHT_EXP).
 const char *config_choice_name(const char *section, const char *key, int value);
 

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "base/byte_size.h"
+#include "base/log.h"
 #include "configs/config_table.h"
 #include "configs/config_value.h"
 
@@ -273,4 +274,12 @@ int config_validate(const struct config *config, struct error *err)
     config_check_missing(config, &faults);
     config_check_rules(config, &faults);
     return config_faults_end(&faults, err);
+}
+
+uint64_t config_memory_limit(const struct config *config)
+{
+    uint64_t bytes = 0;
+    if (config->memory.limit != NULL && byte_size_parse_memory(config->memory.limit, &bytes) != 0)
+        BUG("memory.limit was not checked: %s", config->memory.limit);
+    return bytes;
 }

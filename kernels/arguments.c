@@ -1,5 +1,7 @@
-// Owns the checks and defaults of arguments that the backends share.
+// Owns the checks and defaults of arguments that the backends share, and what both derive from them.
 #include "kernels/arguments.h"
+
+#include <math.h>
 
 #include "base/log.h"
 
@@ -25,4 +27,21 @@ void softmax_loss_check(const struct softmax_loss *op)
         BUG_UNLESS((size_t)op->gradient_stride * dtype_size(op->gradient_type) ==
                        (size_t)op->vocab * dtype_size(op->logits_type) &&
                    dtype_size(op->gradient_type) <= dtype_size(op->logits_type));
+}
+
+struct adamw_factors adamw_factors_make(const struct adamw *op)
+{
+    double correction1 = 1.0 - pow(op->beta1, (double)op->step);
+    double correction2 = 1.0 - pow(op->beta2, (double)op->step);
+    return (struct adamw_factors){
+        .grad = (float)op->grad_scale,
+        .beta1 = (float)op->beta1,
+        .beta2 = (float)op->beta2,
+        .one_beta1 = (float)(1.0 - op->beta1),
+        .one_beta2 = (float)(1.0 - op->beta2),
+        .keep = (float)(1.0 - op->lr * op->weight_decay),
+        .step = (float)(op->lr / correction1),
+        .correction2 = (float)correction2,
+        .eps = (float)op->eps,
+    };
 }

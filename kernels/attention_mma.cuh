@@ -331,10 +331,4 @@ static __device__ __forceinline__ void hide(float (*score)[NT][4], const struct 
         }
 }
 
-template <typename Kernel> static void allow_shared(Kernel *kernel, size_t bytes)
-{
-    cuda_check(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-}
-
 #endif

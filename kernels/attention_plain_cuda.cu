@@ -375,12 +375,6 @@ static int64_t query_tiles(const struct attention *op, int64_t tile)
     return op->rows / op->block_size * divide_up(count, tile);
 }
 
-template <typename Kernel> static void allow_shared(Kernel *kernel, size_t bytes)
-{
-    cuda_check(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-}
-
 // Two tiles and the probabilities: 84 KiB at TILE 64 and D 128, 70 KiB at TILE 32 and D 256, 66 KiB at
 // TILE 16 and D 512.
 template <typename Type, int TILE, int DEPTH>

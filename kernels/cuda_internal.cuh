@@ -31,6 +31,13 @@ static inline void launch_check_status(cudaError_t status, const char *function,
         log_die(file, line, "CUDA: a launch in %s: %s", function, cudaGetErrorString(status));
 }
 
+// Before a launch with this much dynamic shared memory: more than 48 KiB has to be asked for.
+template <typename Kernel> static inline void allow_shared(Kernel *kernel, size_t bytes)
+{
+    cuda_check(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+}
+
 struct gemm_state; // the library's handle and which algorithm each product takes
 
 struct stream {

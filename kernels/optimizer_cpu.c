@@ -4,28 +4,8 @@
 #include <math.h>
 
 #include "base/log.h"
+#include "kernels/arguments.h"
 #include "kernels/cpu_internal.h"
-
-struct adamw_factors {
-    float grad, beta1, beta2, one_beta1, one_beta2, keep, step, correction2, eps;
-};
-
-static struct adamw_factors adamw_factors_make(const struct adamw *op)
-{
-    double correction1 = 1.0 - pow(op->beta1, (double)op->step);
-    double correction2 = 1.0 - pow(op->beta2, (double)op->step);
-    return (struct adamw_factors){
-        .grad = (float)op->grad_scale,
-        .beta1 = (float)op->beta1,
-        .beta2 = (float)op->beta2,
-        .one_beta1 = (float)(1.0 - op->beta1),
-        .one_beta2 = (float)(1.0 - op->beta2),
-        .keep = (float)(1.0 - op->lr * op->weight_decay),
-        .step = (float)(op->lr / correction1),
-        .correction2 = (float)correction2,
-        .eps = (float)op->eps,
-    };
-}
 
 static KERNEL_CLONES void adamw_piece(const struct adamw_factors *factors, float *param, float *m,
                                       float *v, const float *grad, int64_t n)

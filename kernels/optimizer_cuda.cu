@@ -3,6 +3,7 @@
 
 #include <math.h>
 
+#include "kernels/arguments.h"
 #include "kernels/cuda_vector.cuh"
 
 enum {
@@ -11,27 +12,6 @@ enum {
     TOGETHER = 4,       // packs of a thread that are on their way, in sums and conversions
     ADAMW_TOGETHER = 2, // and in updates, of each of four arrays
 };
-
-struct adamw_factors {
-    float grad, beta1, beta2, one_beta1, one_beta2, keep, step, correction2, eps;
-};
-
-static struct adamw_factors adamw_factors_make(const struct adamw *op)
-{
-    double correction1 = 1.0 - pow(op->beta1, (double)op->step);
-    double correction2 = 1.0 - pow(op->beta2, (double)op->step);
-    struct adamw_factors f;
-    f.grad = (float)op->grad_scale;
-    f.beta1 = (float)op->beta1;
-    f.beta2 = (float)op->beta2;
-    f.one_beta1 = (float)(1.0 - op->beta1);
-    f.one_beta2 = (float)(1.0 - op->beta2);
-    f.keep = (float)(1.0 - op->lr * op->weight_decay);
-    f.step = (float)(op->lr / correction1);
-    f.correction2 = (float)correction2;
-    f.eps = (float)op->eps;
-    return f;
-}
 
 // Elements of all arrays that a thread takes at a time.
 template <int N> struct adamw_packs {

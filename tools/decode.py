@@ -18,9 +18,8 @@ import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
+from dtrain_tools.command import REFUSED, RUN_FAILED  # noqa: E402
 from dtrain_tools.documents import InputError, Template, read_sources  # noqa: E402
-
-RUN_FAILED, REFUSED = 1, 2
 
 
 def build_parser():

@@ -13,23 +13,12 @@ Start the same command again to go on after a kill. See tools/README.md.
 import argparse
 import os
 import sys
-import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
+from dtrain_tools.command import exit_status, layer_list, say  # noqa: E402
 from dtrain_tools.documents import InputError, Template, keep_usable, read_sources, validation_keys  # noqa: E402
-from dtrain_tools.shards import DiskFull  # noqa: E402
 from dtrain_tools.target_directory import default_layer_ids  # noqa: E402
-
-RUN_FAILED, REFUSED = 1, 2
-
-
-def say(text):
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
-
-
-def layer_list(text):
-    return [int(part) for part in text.split(",")]
 
 
 def build_parser():
@@ -183,18 +172,7 @@ def main():
     parser = build_parser()
     args = parser.parse_args()
     check_arguments(parser, args)
-    try:
-        extract(args)
-    except InputError as error:
-        say(f"error: {error}")
-        return REFUSED
-    except (DiskFull, MemoryError) as error:
-        say(f"error: {error}")
-        return RUN_FAILED
-    except KeyboardInterrupt:
-        say("stopped; the same command goes on from here")
-        return RUN_FAILED
-    return 0
+    return exit_status(extract, args)
 
 
 if __name__ == "__main__":

@@ -13,30 +13,20 @@ import argparse
 import os
 import shutil
 import sys
-import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from dtrain_tools import speculators_dump as dump  # noqa: E402
+from dtrain_tools.command import exit_status, layer_list, say  # noqa: E402
 from dtrain_tools.documents import InputError  # noqa: E402
 from dtrain_tools.extraction import settle_folder  # noqa: E402
 from dtrain_tools.import_check import PROBE_TOKENS, check_layers, check_norm, target_states  # noqa: E402
 from dtrain_tools.importing import Import, plan_shards  # noqa: E402
-from dtrain_tools.shards import DiskFull  # noqa: E402
 from dtrain_tools.specforge_dump import SpecforgeDump  # noqa: E402
 from dtrain_tools.target_head import read_target_head  # noqa: E402
 
-RUN_FAILED, REFUSED = 1, 2
 LAST_HIDDEN = {"speculators": "pre_norm", "specforge": "post_norm"}  # as each engine writes it
 PROBES = 3  # documents that norm and layers are looked at in, before anything is written
-
-
-def say(text):
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
-
-
-def layer_list(text):
-    return [int(part) for part in text.split(",")]
 
 
 def build_parser():
@@ -170,18 +160,7 @@ def main():
     parser = build_parser()
     args = parser.parse_args()
     check_arguments(parser, args)
-    try:
-        run(args)
-    except InputError as error:
-        say(f"error: {error}")
-        return REFUSED
-    except (DiskFull, MemoryError) as error:
-        say(f"error: {error}")
-        return RUN_FAILED
-    except KeyboardInterrupt:
-        say("stopped; the same command goes on from here")
-        return RUN_FAILED
-    return 0
+    return exit_status(run, args)
 
 
 if __name__ == "__main__":

@@ -106,12 +106,17 @@ static int check_range(const char *path, const char *name, int64_t value, int64_
                      (long long)value, (long long)least, (long long)most);
 }
 
+int64_t execution_most_rows(const struct config *config, const struct dflash_sizes *sizes)
+{
+    return (config->data.seq_len - 1) * sizes->block_size;
+}
+
 int execution_check(const struct execution *execution, const struct config *config,
                     const struct dflash_sizes *sizes, const char *path, struct error *err)
 {
     enum { MOST_CHUNK_ROWS = 1 << 30, MOST_THREADS = 4096 }; // as their keys' ranges
     static const char *const levels[] = {"none", "cheap", "layer"};
-    int64_t block = sizes->block_size, rows = (config->data.seq_len - 1) * block;
+    int64_t block = sizes->block_size, rows = execution_most_rows(config, sizes);
     int faults = check_range(path, "group_rows", execution->group_rows, block, rows, err);
     if (faults == 0 && execution->group_rows % block != 0)
         faults =

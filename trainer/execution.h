@@ -24,6 +24,9 @@ struct execution {
     struct gemm_algorithms gemm; // found by timing once all of the above is settled; CUDA only
 };
 
+// The most block rows that a row can need: every position but the last an anchor.
+int64_t execution_most_rows(const struct config *config, const struct dflash_sizes *sizes);
+
 int execution_write(const struct execution *execution, const char *path, struct error *err);
 int execution_read(struct execution *execution, const char *path, struct error *err);
 // Whether a step of this config and these sizes can be cut as an execution that was read says: a file may

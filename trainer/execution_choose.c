@@ -16,20 +16,14 @@ static int64_t round_down(int64_t value, int64_t multiple)
     return result > 0 ? result : multiple;
 }
 
-// The most block rows a row can need: every position an anchor.
-static int64_t most_rows(const struct config *config, const struct dflash_sizes *sizes)
-{
-    return (config->data.seq_len - 1) * sizes->block_size;
-}
-
 static void choose_cut(struct execution *e, const struct config *config,
                        const struct dflash_sizes *sizes, bool cpu)
 {
     int64_t group = config->memory.group_rows, chunk = config->memory.chunk_rows;
     if (group == 0)
         group = cpu ? CPU_GROUP_ROWS : CUDA_GROUP_ROWS;
-    if (group > most_rows(config, sizes))
-        group = most_rows(config, sizes);
+    if (group > execution_most_rows(config, sizes))
+        group = execution_most_rows(config, sizes);
     e->group_rows = round_down(group, sizes->block_size);
     if (chunk == 0) {
         double logit = strcmp(e->logits, "bf16") == 0 ? 2.0 : 4.0;

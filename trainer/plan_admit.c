@@ -9,20 +9,11 @@
 #include "trainer/plan_fit.h"
 #include "trainer/plan_print.h"
 
-// 0: there is none.
-static uint64_t memory_limit(const struct config *config)
-{
-    uint64_t bytes = 0;
-    if (config->memory.limit == NULL || byte_size_parse(config->memory.limit, &bytes) != 0)
-        return 0;
-    return bytes;
-}
-
 // What a run may take in all. On a GPU most of the context that the plan counts is there already.
 static size_t free_memory(const struct session *session)
 {
     size_t left = 0, total = 0, used;
-    uint64_t limit = memory_limit(session->config);
+    uint64_t limit = config_memory_limit(session->config);
     session->backend->memory(&left, &total);
     used = total - left;
     if (strcmp(session->backend->name, "cpu") != 0)
@@ -197,7 +188,7 @@ static int refuse(const struct plan_subject *subject, const struct config *confi
     error_set(err, "this run needs %s of %s memory, %s are %s",
               byte_size_text((double)plan->needed, need), cpu ? "this machine's" : "GPU",
               byte_size_text((double)subject->limit, have),
-              memory_limit(config) == subject->limit ? "allowed by memory.limit" : "free");
+              config_memory_limit(config) == subject->limit ? "allowed by memory.limit" : "free");
     error_add(err, "  %s", parts);
     error_add(err, "  with group_rows %lld, chunk_rows %lld, recompute %s, logits %s%s",
               (long long)plan->execution.group_rows, (long long)plan->execution.chunk_rows,

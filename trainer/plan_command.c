@@ -26,7 +26,7 @@ struct plan_run {
 // A run takes no more than memory.limit of the device that it is given; the smaller counts here, too.
 static int take_memory(struct plan_run *run, struct error *err)
 {
-    uint64_t bytes = 0, limit = 0;
+    uint64_t bytes = 0, limit = config_memory_limit(&run->config);
     size_t left = 0, total = 0;
     const char *text = run->options->device_memory;
     const struct backend *backend = run->input.subject.backend;
@@ -38,8 +38,7 @@ static int take_memory(struct plan_run *run, struct error *err)
         backend->memory(&left, &total);
         bytes = total;
     }
-    if (run->config.memory.limit != NULL &&
-        byte_size_parse(run->config.memory.limit, &limit) == 0 && (bytes == 0 || limit < bytes)) {
+    if (limit > 0 && (bytes == 0 || limit < bytes)) {
         run->memory_from = "memory.limit";
         bytes = limit;
     }

@@ -156,7 +156,7 @@ static int search_open(struct search *s, const char *name, struct error *err)
                          fit->key);
     take_granule(s);
     // No row has more block rows than this, so that more change nothing.
-    int64_t most = (s->config->data.seq_len - 1) * s->now->sizes.block_size;
+    int64_t most = execution_most_rows(s->config, &s->now->sizes);
     if (strcmp(fit->key, "memory.group_rows") == 0 && s->key.maximum > most)
         s->key.maximum = most;
     return 0;

@@ -12,7 +12,7 @@ static const char *device(const struct plan *plan)
 static void why_group(const struct plan *plan, const struct config *config, char *text)
 {
     char number[PLAN_NUMBER_TEXT];
-    int64_t most = (config->data.seq_len - 1) * plan->sizes.block_size;
+    int64_t most = execution_most_rows(config, &plan->sizes);
     if (plan->execution.group_rows != plan->first.group_rows)
         snprintf(text, PLAN_WHY_TEXT, "less than the usual %s of %s, so that it fits",
                  plan_number(plan->first.group_rows, number), device(plan));

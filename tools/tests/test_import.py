@@ -28,7 +28,7 @@ sys.path[:0] = [os.path.join(ROOT, "tools"), TINY]
 
 import import_features  # noqa: E402
 import make_shards  # noqa: E402
-from dtrain_tools import import_check, speculators_dump  # noqa: E402
+from dtrain_tools import command, import_check, speculators_dump  # noqa: E402
 from dtrain_tools.crc32c import crc32c  # noqa: E402
 from dtrain_tools.documents import InputError  # noqa: E402
 from dtrain_tools.tensor_file import (bf16_to_float, e4m3_to_float, float_to_bf16, read_tensors,  # noqa: E402
@@ -126,7 +126,7 @@ class Case(unittest.TestCase):
 
     def refused(self, expected, *options, **arguments):
         status, printed = self.run_import(*options, **arguments)
-        self.assertEqual(status, import_features.REFUSED, printed)
+        self.assertEqual(status, command.REFUSED, printed)
         self.assertIn(expected, printed)
         names = os.listdir(self.out) if os.path.exists(self.out) else []
         self.assertEqual([name for name in names if name.endswith(".h5")], [], "a refused import released shards")
@@ -269,7 +269,7 @@ class Imports(Case):
                     raise KeyboardInterrupt
                 return read(*arguments)
             with mock.patch.object(speculators_dump, "read_states", interrupted):
-                self.assertEqual(self.run_import(*options)[0], import_features.RUN_FAILED, stop)
+                self.assertEqual(self.run_import(*options)[0], command.RUN_FAILED, stop)
             self.assertEqual([name for name in os.listdir(self.out) if name.endswith(".h5")], [])
         self.assertIn("shards are converted and kept", self.imported(*options))
         for name in names:
@@ -282,7 +282,7 @@ class Imports(Case):
         self.dump()
         self.imported()
         status, printed = self.run_import("--split-val", "1")
-        self.assertEqual(status, import_features.REFUSED)
+        self.assertEqual(status, command.REFUSED)
         self.assertIn("other settings (split_val)", printed)
 
 
