@@ -114,7 +114,7 @@ produce(const struct attention &op, const struct query_matrix &q, const struct a
                 known = true;
             }
         }
-        slot_release(ring_full(items));
+        reads_release(ring_full(items));
     }
 }
 
@@ -135,7 +135,7 @@ produce_spans(const struct attention &op, const struct query_matrix &q, unsigned
 }
 
 // An item is full when its queries have come and each lane of the other warp has written; it is empty
-// when all warps that compute and the one that fills the ring are done with it.
+// when all threads that compute and the lanes that fill the ring are done with it.
 template <int SLOTS, class Layout>
 static __device__ __forceinline__ void barriers_make(const struct query_matrix &q,
                                                      unsigned char *shared)
@@ -145,7 +145,7 @@ static __device__ __forceinline__ void barriers_make(const struct query_matrix &
         zeros_write(shared, Layout::SLOT);
     if (threadIdx.x == 0) {
         ring_init<SLOTS>(base + Layout::BARRIERS, 1, CONSUMERS / WARP);
-        ring_init<ITEMS>(base + Layout::ITEM_BARRIERS, 1 + WARP, CONSUMERS / WARP + 1);
+        ring_init<ITEMS>(base + Layout::ITEM_BARRIERS, 1 + WARP, CONSUMERS + WARP);
         barriers_publish();
     }
     __syncthreads();
@@ -323,7 +323,7 @@ static __global__ void HOPPER_BOUNDS forward_kernel(
         store_fragments<D, ROWS, 1>(op, item.rows, item.kv_head, item.first, top, out, inverse,
                                     (bf16_t *)op.out, shared + items.slot * Layout::ITEM);
         copies_after_writes();
-        slot_release(ring_full(items));
+        reads_release(ring_full(items));
     }
 #endif
 }
@@ -357,7 +357,7 @@ static __global__ void HOPPER_BOUNDS dq_kernel(struct attention op, struct query
         store_fragments<D, ROWS, 1>(op, item.rows, item.kv_head, item.first, top, dq, scale,
                                     (bf16_t *)op.dq, shared + items.slot * Layout::ITEM);
         copies_after_writes();
-        slot_release(ring_full(items));
+        reads_release(ring_full(items));
     }
 #endif
 }

@@ -164,7 +164,7 @@ static __device__ __forceinline__ void dkv_consume(struct dkv_tiles<SLOTS> *tile
         int state = tiles->numbers[tiles->number_ring.slot].state[0];
         ring_next(&tiles->number_ring);
         if (state == TILE_NONE) {
-            slot_release(full_number);
+            reads_release(full_number);
             break;
         }
         bool whole = state == TILE_WHOLE;
@@ -173,7 +173,7 @@ static __device__ __forceinline__ void dkv_consume(struct dkv_tiles<SLOTS> *tile
             take_slot<SLOTS, TILE>(&tiles->ring, tiles->slots, &full_do);
             slot_release(full_q);
             slot_release(full_do);
-            slot_release(full_number);
+            reads_release(full_number);
             products_wait<0>();
             if (last != 0)
                 slot_release(last); // or the ring would stop, were all further tiles passed over
@@ -203,7 +203,7 @@ static __device__ __forceinline__ void dkv_consume(struct dkv_tiles<SLOTS> *tile
         slot_release(full_do);
         sums_settle<NT>(dp);
         score_gradients<NT>(score, dp, rows);
-        slot_release(full_number);
+        reads_release(full_number);
         pack_factors<NT>(p, score);
         products_fence();
         sums_start<ROWS, D, ROWS>(dk[0], p, query);
@@ -227,7 +227,7 @@ static __device__ __forceinline__ void prologue(const struct query_matrix &q, un
         zeros_write(shared + Layout::SLOT, SLOTS * Layout::TILE);
     if (threadIdx.x == 0) {
         ring_init<SLOTS>(base + Layout::BARRIERS, 1, CONSUMERS / WARP);
-        ring_init<NUMBERS>(base + Layout::NUMBER_BARRIERS, WARP, CONSUMERS / WARP);
+        ring_init<NUMBERS>(base + Layout::NUMBER_BARRIERS, WARP, CONSUMERS);
         ring_init<1>(base + Layout::KEY_BARRIERS, 1, CONSUMERS / WARP);
         barriers_publish();
     }

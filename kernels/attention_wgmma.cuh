@@ -357,12 +357,19 @@ static __device__ __forceinline__ void ring_wait_empty(const struct tile_ring<SL
     barrier_wait(ring_full(ring) + 8, ring.phase ^ 1);
 }
 
-// By all lanes of each warp that reads.
+// By all lanes of a warp that computes, whose products have read a slot: one arrival.
 static __device__ __forceinline__ void slot_release(uint32_t full)
 {
     __syncwarp();
     if (threadIdx.x % WARP == 0)
         barrier_arrive(full + 8);
+}
+
+// By each thread that has read a slot itself: an arrival each, so that no thread's reads need the word of
+// another one before the slot is written again.
+static __device__ __forceinline__ void reads_release(uint32_t full)
+{
+    barrier_arrive(full + 8);
 }
 
 // Waits for the current slot's tile of TILE bytes. full: what slot_release() wants.

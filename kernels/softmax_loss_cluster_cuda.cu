@@ -1,154 +1,45 @@
 // Owns the loss over the vocabulary on Hopper: every row of logits is read once and every row of the
-// gradient written once. A cluster of up to 8 CTAs holds a pair of rows, each CTA a slice: the student
-// in shared memory, the teacher in registers. Clusters stay and work through consecutive rows; rows
-// with the same teacher row follow each other, which is then read once for all of them.
+// gradient written once. A cluster of up to 16 CTAs holds a pair of rows in shared memory, each CTA a
+// slice. Clusters stay and work through consecutive rows; rows with the same teacher row follow each
+// other, which is then read once for all of them.
 //
 // Rows flow through a ring of slots in shared memory in the order of use: [teacher] student student
-// [teacher] student ... A thread copies (cp.async) exactly the elements that it reads itself, and
-// refills a slot as soon as it has taken its elements for the last time, so that copies need no
-// barriers and run on while a row is computed. The only exchange is that of the rows' maxima and sums:
-// through shared memory in the CTA, then by messages between the CTAs of the cluster, added in order
-// of rank. Sums for the results go to memory by warp and are added by loss_finish.
-#include "kernels/softmax_loss_cluster.cuh"
+// [teacher] student ...; a teacher's slice moves from there to a place of its own, where it is kept, as
+// probabilities for kl and ce, as logits for other terms. A thread copies (cp.async) exactly the elements
+// that it reads itself, and refills a slot as soon as it has taken its elements for the last time, so
+// that copies need no barriers and run on while a row is computed. The only exchange is that of the rows'
+// maxima and sums: through shared memory in the CTA, then in that of the other CTAs of the cluster, added
+// in a fixed order. Sums for the results go to memory by warp and are added by loss_finish.
+//
+// Loops over a slice are not unrolled: code that no instruction cache holds would take several times as
+// long as the work.
+#include "kernels/softmax_loss_cuda.cuh"
+#include "kernels/softmax_loss_ring.cuh"
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-
-// The stream of chunks into the ring: what comes next. It goes where the oldest chunk was.
-template <typename Logit> struct feed {
-    const Logit *source;           // this thread's next element
-    int32_t left;                  // elements of the slice in chunks that were not copied yet
-    int32_t row, end;              // of the cluster
-    int32_t teacher, next_teacher; // rows of the teacher: of `row`, of the one after it
-    bool is_teacher;               // of the source
-    uint32_t fresh;                // bit r % 32: row r has another teacher than the row before
+struct __align__(16) message
+{
+    float max, sum;
+    int32_t argmax, unused;
 };
 
-// Shared address of this thread's first unit in the ring's first slot.
-static __device__ __forceinline__ uint32_t ring_first(const unsigned char *ring)
-{
-    return shared_address(ring) + threadIdx.x * 16;
-}
+struct exchange {
+    union {                                 // by warp
+        struct message warp[2][LOSS_WARPS]; // student, teacher
+        float warp_sum[LOSS_WARPS][SUM_COUNT];
+    };
+    struct message mail[2][2][MOST_CTAS]; // turn by turn; student, teacher; from each CTA
+    double sum_mail[MOST_CTAS][SUM_COUNT];
+    struct loss_gradient gradient;
+    struct loss_softmax teacher; // thread 0's, in the CTA of rank 0
+};
 
-template <typename Logit>
-static __device__ __forceinline__ uint32_t ring_next(uint32_t slot, const unsigned char *ring)
-{
-    slot += layout<Logit>::SLOT_BYTES;
-    bool end = slot >= shared_address(ring) + layout<Logit>::SLOTS * layout<Logit>::SLOT_BYTES;
-    return end ? slot - layout<Logit>::SLOTS * layout<Logit>::SLOT_BYTES : slot;
-}
+// Where rows' records and sums go.
+struct output {
+    struct loss_record *records; // [rows]
+    struct loss_part *parts;     // [rows, CTAs, warps]
+};
 
-// Moves on to the next row: the teacher's of a student row with another teacher, then the student's.
-template <typename Logit>
-static __device__ __forceinline__ void
-feed_row(struct feed<Logit> *f, const struct softmax_loss &op, const struct place &at)
-{
-    if (f->is_teacher) {
-        f->is_teacher = false;
-    } else {
-        int32_t before = f->teacher;
-        f->row++;
-        f->teacher = f->next_teacher;
-        f->is_teacher = op.teacher != NULL && f->teacher != before;
-        uint32_t bit = 1u << f->row % 32;
-        f->fresh = f->is_teacher ? f->fresh | bit : f->fresh & ~bit;
-        if (op.teacher != NULL && f->row + 1 < f->end)
-            f->next_teacher = op.teacher_row[f->row + 1];
-    }
-    const Logit *rows = (const Logit *)(f->is_teacher ? op.teacher : op.student);
-    f->source = rows + (int64_t)(f->is_teacher ? f->teacher : f->row) * op.vocab + at.begin +
-                (int32_t)threadIdx.x * layout<Logit>::UNIT;
-    f->left = f->row < f->end ? at.chunks : 0;
-}
-
-// Starts the copy of the next chunk; an empty one after the last row, so that counts stay the same.
-template <typename Logit>
-static __device__ __forceinline__ void feed_chunk(struct feed<Logit> *f, uint32_t slot,
-                                                  const struct softmax_loss &op,
-                                                  const struct place &at)
-{
-    typedef layout<Logit> lay;
-    const int32_t step = LOSS_THREADS * lay::UNIT; // elements from unit to unit
-    if (f->left > 1) {
-#pragma unroll
-        for (int u = 0; u < lay::UNITS; u++)
-            copy_unit(slot + u * LOSS_THREADS * 16, f->source + u * step);
-        f->source += CHUNK;
-        f->left--;
-    } else if (f->left == 1) {
-        int32_t first = (at.chunks - 1) * CHUNK + (int32_t)threadIdx.x * lay::UNIT;
-#pragma unroll
-        for (int u = 0; u < lay::UNITS; u++)
-            copy_unit(slot + u * LOSS_THREADS * 16,
-                      first + u * step < at.count ? f->source + u * step : nothing(f->source));
-        feed_row(f, op, at);
-    }
-    copy_commit();
-}
-
-template <typename Logit>
-static __device__ __forceinline__ struct feed<Logit>
-feed_begin(const struct softmax_loss &op, const struct place &at, const unsigned char *ring,
-           int32_t begin, int32_t end) {
-    struct feed<Logit> f;
-    f.row = begin - 1;
-    f.end = end;
-    f.teacher = -1;
-    f.next_teacher = op.teacher != NULL ? op.teacher_row[begin] : -1;
-    f.is_teacher = false;
-    f.fresh = 0;
-    feed_row(&f, op, at);
-    uint32_t slot = ring_first(ring);
-#pragma unroll 1
-    for (int i = 0; i < layout<Logit>::SLOTS; i++, slot += layout<Logit>::SLOT_BYTES)
-        feed_chunk(&f, slot, op, at);
-    return f;
-}
-
-static __device__ __forceinline__ void
-take(float x[LOSS_ITEMS], uint32_t slot, const float *)
-{
-#pragma unroll
-    for (int u = 0; u < 2; u++) {
-        uint4 v = load_unit(slot + u * LOSS_THREADS * 16);
-        x[4 * u] = __uint_as_float(v.x);
-        x[4 * u + 1] = __uint_as_float(v.y);
-        x[4 * u + 2] = __uint_as_float(v.z);
-        x[4 * u + 3] = __uint_as_float(v.w);
-    }
-}
-
-static __device__ __forceinline__ void take(float x[LOSS_ITEMS], uint32_t slot, const bf16_t *)
-{
-    uint4 v = load_unit(slot);
-    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        x[2 * j] = __uint_as_float(words[j] << 16);
-        x[2 * j + 1] = __uint_as_float(words[j] & 0xffff0000u);
-    }
-}
-
-// This thread's element in the row, and the other way round: -1 where it is another thread's.
-template <typename Logit>
-static __device__ __forceinline__ int32_t index_of(const struct place &at, int chunk, int item)
-{
-    typedef layout<Logit> lay;
-    int32_t unit = item / lay::UNIT, thread = (int32_t)threadIdx.x;
-    return at.begin + chunk * CHUNK + (unit * LOSS_THREADS + thread) * lay::UNIT + item % lay::UNIT;
-}
-
-template <typename Logit>
-static __device__ __forceinline__ int32_t own_item(const struct place &at, int32_t index)
-{
-    typedef layout<Logit> lay;
-    int32_t i = index - at.begin;
-    if (index < 0 || i < 0 || i >= at.count)
-        return -1;
-    int32_t chunk = i / CHUNK, unit = i % CHUNK / lay::UNIT;
-    if (unit % LOSS_THREADS != (int32_t)threadIdx.x)
-        return -1;
-    return chunk * LOSS_ITEMS + unit / LOSS_THREADS * lay::UNIT + i % lay::UNIT;
-}
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 
 static __device__ __forceinline__ void store_unit(float *out, const float *x, const float *)
 {
@@ -172,23 +63,57 @@ static __device__ __forceinline__ void store_unit(bf16_t *out, const float *x, c
                                two_bf16(x[6], x[7]));
 }
 
-// The teacher's slice into registers, its slots refilled.
+// Moves the teacher's slice out of the ring, whose slots are refilled.
 template <typename Logit>
 static __device__ __forceinline__ struct loss_running
-take_teacher(float t[CHUNKS][LOSS_ITEMS], uint32_t *slot, struct feed<Logit> *f,
-             const struct softmax_loss &op, const struct place &at, const unsigned char *ring)
+take_teacher(uint32_t teacher, uint32_t *slot, struct feed<Logit> *f, const struct softmax_loss &op,
+             const struct place &at, const unsigned char *ring)
 {
     struct loss_running r = loss_running_make();
-#pragma unroll
-    for (int g = 0; g < CHUNKS; g++)
-        if (g < at.chunks) {
-            copy_wait<layout<Logit>::SLOTS - 1>();
-            take(t[g], *slot, f->source);
-            loss_running_add<true>(&r, t[g], g);
-            feed_chunk(f, *slot, op, at);
-            *slot = ring_next<Logit>(*slot, ring);
-        }
+    float x[LOSS_ITEMS];
+#pragma unroll 1
+    for (int g = 0; g < at.chunks; g++) {
+        copy_wait<layout<Logit>::SLOTS - 1>();
+        take(x, *slot, f->source);
+        teacher_store(teacher + g * TEACHER_STEP, x);
+        loss_running_add(&r, x, g);
+        feed_chunk(f, *slot, op, at);
+        *slot = ring_next<Logit>(*slot, ring);
+    }
+    teacher_load(x, teacher + r.group * TEACHER_STEP);
+    r.item = first_equal(x, r.max);
     return r;
+}
+
+// -inf in place of a teacher
+static __device__ __forceinline__ void clear_teacher(uint32_t teacher)
+{
+    const float x[LOSS_ITEMS] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY,
+                                 -INFINITY, -INFINITY, -INFINITY, -INFINITY};
+    for (int g = 0; g < CHUNKS; g++)
+        teacher_store(teacher + g * TEACHER_STEP, x);
+}
+
+// Turns the teacher's logits into probabilities. Returns this thread's sum of p (t L - K).
+static __device__ __forceinline__ float to_probabilities(uint32_t teacher, const struct place &at,
+                                                         float reference, float inverse)
+{
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int g = 0; g < at.chunks; g++, teacher += TEACHER_STEP) {
+        float x[LOSS_ITEMS], part = 0.0f;
+        teacher_load(x, teacher);
+#pragma unroll
+        for (int j = 0; j < LOSS_ITEMS; j++) {
+            float y = fmaf(x[j], LOSS_L, -reference);
+            x[j] = loss_exp2(y) * inverse;
+            if (x[j] != 0.0f)
+                part = fmaf(x[j], y, part);
+        }
+        teacher_store(teacher, x);
+        sum += part;
+    }
+    return sum;
 }
 
 // One chunk of the student and those after it. By recursion, since the number of copies that may be
@@ -203,7 +128,7 @@ static __device__ __forceinline__ void see_chunks(struct loss_running *r, uint32
             float x[LOSS_ITEMS], before = r->max;
             copy_wait<layout<Logit>::SLOTS - 1 - CHUNK_INDEX>();
             take(x, slot, (const Logit *)NULL);
-            loss_running_add<false>(r, x, CHUNK_INDEX);
+            loss_running_add(r, x, CHUNK_INDEX);
             *largest = r->max > before ? slot : *largest;
             see_chunks<Logit, CHUNK_INDEX + 1>(r, largest, ring_next<Logit>(slot, ring), at, ring);
         }
@@ -223,28 +148,31 @@ see_student(uint32_t slot, const struct place &at, const unsigned char *ring)
     return r;
 }
 
-// Statistics of 16 lanes, the same in each of them.
-static __device__ __forceinline__ struct loss_softmax half_warp(struct loss_softmax s)
+// Statistics of two rows, each in parts: the student's in lanes 0 to 15, the teacher's in the others. The
+// same in all lanes.
+static __device__ __forceinline__ void two_rows(struct message part, struct loss_softmax *student,
+                                                struct loss_softmax *teacher)
 {
-    float max = s.max;
-    int32_t argmax;
+    bool first = threadIdx.x % WARP < WARP / 2;
+    student->max = warp_max(first ? part.max : -INFINITY);
+    teacher->max = warp_max(first ? -INFINITY : part.max);
+    float max = first ? student->max : teacher->max;
+    int32_t index = part.max == max ? part.argmax : INT32_MAX;
+    student->argmax = __reduce_min_sync(0xffffffffu, first ? index : INT32_MAX);
+    teacher->argmax = __reduce_min_sync(0xffffffffu, first ? INT32_MAX : index);
+    float sum = part.sum * loss_exp2(loss_reference(part.max) - loss_reference(max));
 #pragma unroll
     for (int half = WARP / 4; half > 0; half /= 2)
-        max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, half));
-    argmax = s.max == max ? s.argmax : INT32_MAX;
-    s.sum *= loss_exp2(loss_reference(s.max) - loss_reference(max));
-#pragma unroll
-    for (int half = WARP / 4; half > 0; half /= 2) {
-        s.sum += __shfl_xor_sync(0xffffffffu, s.sum, half);
-        argmax = min(argmax, __shfl_xor_sync(0xffffffffu, argmax, half));
-    }
-    s.max = max;
-    s.argmax = argmax;
-    return s;
+        sum += __shfl_xor_sync(0xffffffffu, sum, half);
+    student->sum = __shfl_sync(0xffffffffu, sum, 0);
+    teacher->sum = __shfl_sync(0xffffffffu, sum, WARP / 2);
+    student->argmax = student->max == -INFINITY ? 0 : student->argmax;
+    teacher->argmax = teacher->max == -INFINITY ? 0 : teacher->argmax;
 }
 
 // Statistics of the whole row from those of the warp's elements: of the student's row and, with
-// `both`, of the teacher's. All threads of all CTAs of the cluster call it, the count-th time.
+// `both`, of the teacher's. All threads of all CTAs of the cluster call it, the count-th time: of two
+// mailboxes in turn, since one may be read still when the next call writes.
 static __device__ __forceinline__ void exchange_statistics(struct exchange *x,
                                                            const struct place &at, int count,
                                                            bool both, struct loss_softmax *student,
@@ -257,24 +185,26 @@ static __device__ __forceinline__ void exchange_statistics(struct exchange *x,
         x->warp[1][warp] = {teacher->max, teacher->sum, teacher->argmax, 0};
     }
     __syncthreads();
+    int row = lane / (WARP / 2), other = lane % (WARP / 2);
     if (warp == 0) {
-        int row = lane / LOSS_WARPS, to = lane % LOSS_WARPS;
-        struct message own = x->warp[row][to];
-        struct loss_softmax s = half_warp({own.max, own.sum, own.argmax});
-        if (lane == 0)
-            barrier_expect(&x->barrier[turn], at.ctas * (both ? 32 : 16));
-        if (to < at.ctas && (row == 0 || both))
-            send(&x->mail[turn][row][at.rank], &x->barrier[turn], to, s);
+        two_rows(x->warp[row][other], student, teacher);
+        struct message own = {student->max, student->sum, student->argmax, 0};
+        if (row == 1)
+            own = {teacher->max, teacher->sum, teacher->argmax, 0};
+        if (other < at.ctas && (row == 0 || both))
+            *in_cta(&x->mail[turn][row][at.rank], other, at.rank) = own;
     }
-    barrier_wait(&x->barrier[turn], count / 2 % 2);
-    *student = loss_combine(x->mail[turn][0], at.ctas);
-    if (both)
-        *teacher = loss_combine(x->mail[turn][1], at.ctas);
+    cluster_sync(at.ctas);
+    struct message part = {-INFINITY, 0.0f, INT32_MAX, 0};
+    if (other < at.ctas && (row == 0 || both))
+        part = x->mail[turn][row][other];
+    two_rows(part, student, teacher);
 }
 
-// Sums of all elements of the row, complete in the threads of warp 0 of every CTA.
+// Sums of all elements of the row, complete in thread 0 of every CTA. Between two calls all threads of
+// the cluster meet in exchange_statistics, so that no sum is overwritten before it was read.
 static __device__ __forceinline__ void exchange_sums(struct exchange *x, const struct place &at,
-                                                     int count, const float sum[SUM_COUNT],
+                                                     const float sum[SUM_COUNT],
                                                      double total[SUM_COUNT])
 {
     int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP;
@@ -285,19 +215,19 @@ static __device__ __forceinline__ void exchange_sums(struct exchange *x, const s
             x->warp_sum[warp][i] = part;
     }
     __syncthreads();
-    if (warp != 0)
+    if (warp == 0) {
+        int which = lane / 4, quarter = lane % 4;
+        double part = 0.0;
+        for (int i = 0; i < LOSS_WARPS / 4; i++)
+            part += (double)x->warp_sum[quarter * (LOSS_WARPS / 4) + i][which];
+        part += __shfl_xor_sync(0xffffffffu, part, 1);
+        part += __shfl_xor_sync(0xffffffffu, part, 2);
+        for (int to = quarter; to < at.ctas; to += 4)
+            *in_cta(&x->sum_mail[at.rank][which], to, at.rank) = part;
+    }
+    cluster_sync(at.ctas);
+    if (threadIdx.x != 0)
         return;
-    int which = lane / 4, quarter = lane % 4;
-    double part = 0.0;
-    for (int i = 0; i < LOSS_WARPS / 4; i++)
-        part += (double)x->warp_sum[quarter * (LOSS_WARPS / 4) + i][which];
-    part += __shfl_xor_sync(0xffffffffu, part, 1);
-    part += __shfl_xor_sync(0xffffffffu, part, 2);
-    if (lane == 0)
-        barrier_expect(&x->sum_barrier, at.ctas * (int)sizeof(x->sum_mail[0]));
-    for (int to = quarter; to < at.ctas; to += 4)
-        send(&x->sum_mail[at.rank][which], &x->sum_barrier, to, part);
-    barrier_wait(&x->sum_barrier, count % 2);
     for (int i = 0; i < SUM_COUNT; i++) {
         total[i] = 0.0;
         for (int from = 0; from < at.ctas; from++)
@@ -337,29 +267,24 @@ static __device__ __forceinline__ void hit_target(int32_t item, float target, in
         value[j] -= item == chunk * LOSS_ITEMS + j ? target : 0.0f;
 }
 
-// What the gradient of kl and ce is made of.
-struct kl_scales {
-    float overlap, q, p;
-};
-
-// kl and ce alone: the gradient needs no sums, so one pass makes both.
-static __device__ __forceinline__ void
-kl_chunk(const float z[LOSS_ITEMS], const float t[LOSS_ITEMS], const struct loss_pair &pair,
-         const struct kl_scales &scale, struct loss_part *part, float value[LOSS_ITEMS])
+// kl and ce alone: the gradient needs no sums, so one pass makes both. part.kl: sum of p (z L - K).
+static __device__ __forceinline__ void kl_chunk(const float z[LOSS_ITEMS],
+                                                const float p[LOSS_ITEMS],
+                                                const struct loss_pair &pair, float kl, float ce,
+                                                struct loss_part *part, float value[LOSS_ITEMS])
 {
-    float overlap = 0.0f, kl = 0.0f;
+    float overlap = 0.0f, sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < LOSS_ITEMS; j++) {
-        float q = loss_power(z[j], pair.q_reference), p = loss_power(t[j], pair.p_reference);
-        float d = (t[j] - z[j]) + pair.shift;
-        overlap += fminf(q * scale.overlap, p);
-        if (p != 0.0f)
-            kl = fmaf(p, d, kl);
-        // Not fused: exactly 0 where both agree.
-        value[j] = __fsub_rn(__fmul_rn(q, scale.q), __fmul_rn(p, scale.p));
+        float y = fmaf(z[j], LOSS_L, -pair.q_reference);
+        float q = loss_exp2(y) * pair.q_inverse;
+        overlap += fminf(q, p[j]);
+        if (p[j] != 0.0f)
+            sum = fmaf(p[j], y, sum);
+        value[j] = fmaf(kl, q - p[j], ce * q);
     }
     part->overlap += overlap;
-    part->kl += kl;
+    part->kl += sum;
 }
 
 template <typename Logit, typename Out>
@@ -377,20 +302,19 @@ static __device__ __forceinline__ void store_chunk(Out *out, int32_t count, int 
 
 template <typename Logit>
 static __device__ __forceinline__ void
-add_sums(const float t[CHUNKS][LOSS_ITEMS], uint32_t slot, const struct place &at,
-         const unsigned char *ring, const struct loss_pair &pair, const struct loss_needs &needs,
-         float sum[SUM_COUNT])
+add_sums(uint32_t teacher, uint32_t slot, const struct place &at, const unsigned char *ring,
+         const struct loss_pair &pair, const struct loss_needs &needs, float sum[SUM_COUNT])
 {
+#pragma unroll 1
+    for (int g = 0; g < at.chunks; g++, teacher += TEACHER_STEP) {
+        float z[LOSS_ITEMS], t[LOSS_ITEMS];
+        take(z, slot, (const Logit *)NULL);
+        teacher_load(t, teacher);
 #pragma unroll
-    for (int g = 0; g < CHUNKS; g++)
-        if (g < at.chunks) {
-            float z[LOSS_ITEMS];
-            take(z, slot, (const Logit *)NULL);
-#pragma unroll
-            for (int j = 0; j < LOSS_ITEMS; j++)
-                loss_add(sum, loss_element_of(pair, needs, z[j], t[g][j]), needs);
-            slot = ring_next<Logit>(slot, ring);
-        }
+        for (int j = 0; j < LOSS_ITEMS; j++)
+            loss_add(sum, loss_element_of(pair, needs, z[j], t[j]), needs);
+        slot = ring_next<Logit>(slot, ring);
+    }
 }
 
 // Where a CTA of the cluster is in its work.
@@ -398,15 +322,16 @@ template <typename Logit> struct work {
     struct feed<Logit> feed;
     uint32_t slot; // the running row's first
     int32_t count; // rows done
-    // the teacher in the registers
+    // of the teacher's row
     float reference, sum; // sum: NaN where it has no distribution
     int32_t top_item;     // its argmax, see own_item
+    float own_sum;        // this thread's p (t L - K), for kl and ce alone
 };
 
 // The last pass over a row of kl and ce: sums and gradient; its slots are refilled.
 template <typename Logit, typename Out>
 static __device__ __forceinline__ struct loss_part
-kl_pass(struct work<Logit> *w, const float t[CHUNKS][LOSS_ITEMS], const struct softmax_loss &op,
+kl_pass(struct work<Logit> *w, uint32_t teacher, const struct softmax_loss &op,
         const struct place &at, const unsigned char *ring, const struct loss_pair &pair,
         int32_t label, Out *out)
 {
@@ -414,69 +339,65 @@ kl_pass(struct work<Logit> *w, const float t[CHUNKS][LOSS_ITEMS], const struct s
     int32_t label_item = own_item<Logit>(at, label), stored = out != NULL ? at.count : 0;
     uint32_t hit = chunk_bit(w->top_item) | chunk_bit(label_item);
     float ce = op.weight[LOSS_CE_TEACHER] + (label >= 0 ? op.weight[LOSS_CE_DATA] : 0.0f);
-    struct kl_scales scale = {pair.q_inverse / pair.p_inverse,
-                              (op.weight[LOSS_KL] + ce) * pair.q_inverse,
-                              op.weight[LOSS_KL] * pair.p_inverse};
-#pragma unroll
-    for (int g = 0; g < CHUNKS; g++)
-        if (g < at.chunks) {
-            float z[LOSS_ITEMS], value[LOSS_ITEMS];
-            take(z, w->slot, (const Logit *)NULL);
-            kl_chunk(z, t[g], pair, scale, &part, value);
-            if (hit >> g & 1u) {
-                hit_target(w->top_item, op.weight[LOSS_CE_TEACHER], g, value);
-                hit_target(label_item, op.weight[LOSS_CE_DATA], g, value);
-            }
-            store_chunk<Logit>(out, stored, g, value);
-            feed_chunk(&w->feed, w->slot, op, at);
-            w->slot = ring_next<Logit>(w->slot, ring);
+#pragma unroll 1
+    for (int g = 0; g < at.chunks; g++, teacher += TEACHER_STEP) {
+        float z[LOSS_ITEMS], p[LOSS_ITEMS], value[LOSS_ITEMS];
+        take(z, w->slot, (const Logit *)NULL);
+        teacher_load(p, teacher);
+        kl_chunk(z, p, pair, op.weight[LOSS_KL], ce, &part, value);
+        if (hit >> g & 1u) {
+            hit_target(w->top_item, op.weight[LOSS_CE_TEACHER], g, value);
+            hit_target(label_item, op.weight[LOSS_CE_DATA], g, value);
         }
-    part.overlap *= pair.p_inverse;
-    part.kl *= pair.p_inverse;
+        store_chunk<Logit>(out, stored, g, value);
+        feed_chunk(&w->feed, w->slot, op, at);
+        w->slot = ring_next<Logit>(w->slot, ring);
+    }
+    part.kl = w->own_sum - part.kl;
     return part;
 }
 
 // The last pass over a row of any mixture: gradient; its slots are refilled.
 template <typename Logit, typename Out>
 static __device__ __forceinline__ void
-general_pass(struct work<Logit> *w, const float t[CHUNKS][LOSS_ITEMS],
-             const struct softmax_loss &op, const struct place &at, const unsigned char *ring,
-             const struct loss_pair &pair, const struct loss_needs &needs,
-             const struct loss_gradient &gradient, int32_t label, Out *out)
+general_pass(struct work<Logit> *w, uint32_t teacher, const struct softmax_loss &op,
+             const struct place &at, const unsigned char *ring, const struct loss_pair &pair,
+             const struct loss_needs &needs, const struct loss_gradient &gradient, int32_t label,
+             Out *out)
 {
     int32_t label_item = own_item<Logit>(at, label), stored = out != NULL ? at.count : 0;
     uint32_t hit = chunk_bit(w->top_item) | chunk_bit(label_item);
+#pragma unroll 1
+    for (int g = 0; g < at.chunks; g++, teacher += TEACHER_STEP) {
+        float z[LOSS_ITEMS], t[LOSS_ITEMS], value[LOSS_ITEMS];
+        take(z, w->slot, (const Logit *)NULL);
+        teacher_load(t, teacher);
 #pragma unroll
-    for (int g = 0; g < CHUNKS; g++)
-        if (g < at.chunks) {
-            float z[LOSS_ITEMS], value[LOSS_ITEMS];
-            take(z, w->slot, (const Logit *)NULL);
-#pragma unroll
-            for (int j = 0; j < LOSS_ITEMS; j++)
-                value[j] = loss_gradient_at(gradient, loss_element_of(pair, needs, z[j], t[g][j]));
-            if (hit >> g & 1u) {
-                hit_target(w->top_item, op.weight[LOSS_CE_TEACHER], g, value);
-                hit_target(label_item, op.weight[LOSS_CE_DATA], g, value);
-            }
-            store_chunk<Logit>(out, stored, g, value);
-            feed_chunk(&w->feed, w->slot, op, at);
-            w->slot = ring_next<Logit>(w->slot, ring);
+        for (int j = 0; j < LOSS_ITEMS; j++)
+            value[j] = loss_gradient_at(gradient, loss_element_of(pair, needs, z[j], t[j]));
+        if (hit >> g & 1u) {
+            hit_target(w->top_item, op.weight[LOSS_CE_TEACHER], g, value);
+            hit_target(label_item, op.weight[LOSS_CE_DATA], g, value);
         }
+        store_chunk<Logit>(out, stored, g, value);
+        feed_chunk(&w->feed, w->slot, op, at);
+        w->slot = ring_next<Logit>(w->slot, ring);
+    }
 }
 
 // The gradient's coefficients in shared memory and, for the results, the sums, which the other CTAs
 // have as well.
 template <typename Logit>
 static __device__ __forceinline__ void
-general_gradient(struct work<Logit> *w, const float t[CHUNKS][LOSS_ITEMS],
-                 const struct softmax_loss &op, const struct place &at, struct exchange *x,
-                 const unsigned char *ring, const struct loss_pair &pair,
-                 const struct loss_needs &needs, int32_t label, struct loss_record *record)
+general_gradient(struct work<Logit> *w, uint32_t teacher, const struct softmax_loss &op,
+                 const struct place &at, struct exchange *x, const unsigned char *ring,
+                 const struct loss_pair &pair, const struct loss_needs &needs, int32_t label,
+                 struct loss_record *record)
 {
     float sum[SUM_COUNT] = {0.0f};
-    add_sums<Logit>(t, w->slot, at, ring, pair, needs, sum);
+    add_sums<Logit>(teacher, w->slot, at, ring, pair, needs, sum);
     double total[SUM_COUNT];
-    exchange_sums(x, at, w->count, sum, total);
+    exchange_sums(x, at, sum, total);
     if (threadIdx.x == 0) {
         x->gradient = loss_gradient_of(op, total, label);
         for (int i = 0; i < SUM_COUNT && at.rank == 0; i++)
@@ -486,16 +407,16 @@ general_gradient(struct work<Logit> *w, const float t[CHUNKS][LOSS_ITEMS],
 }
 
 // Reads what is new of row r and exchanges statistics: constants of the pair of rows.
-template <typename Logit>
+template <typename Logit, bool KL_ONLY>
 static __device__ __forceinline__ struct loss_pair
-row_begin(struct work<Logit> *w, float t[CHUNKS][LOSS_ITEMS], const struct softmax_loss &op,
+row_begin(struct work<Logit> *w, uint32_t teacher_slice, const struct softmax_loss &op,
           const struct place &at, struct exchange *x, const unsigned char *ring, int32_t r,
           struct loss_record *record)
 {
     bool fresh = w->feed.fresh >> r % 32 & 1u;
     struct loss_softmax teacher = {0.0f, 1.0f, -1};
     if (fresh) {
-        struct loss_running seen = take_teacher(t, &w->slot, &w->feed, op, at, ring);
+        struct loss_running seen = take_teacher(teacher_slice, &w->slot, &w->feed, op, at, ring);
         teacher = loss_warp(seen, index_of<Logit>(at, seen.group, seen.item));
     }
     struct loss_running seen = see_student<Logit>(w->slot, at, ring);
@@ -505,6 +426,8 @@ row_begin(struct work<Logit> *w, float t[CHUNKS][LOSS_ITEMS], const struct softm
         w->reference = loss_reference(teacher.max);
         w->sum = teacher.max == -INFINITY ? NAN : teacher.sum;
         w->top_item = own_item<Logit>(at, teacher.argmax);
+        if (KL_ONLY)
+            w->own_sum = to_probabilities(teacher_slice, at, w->reference, 1.0f / w->sum);
     }
     if (at.rank == 0 && threadIdx.x == 0) {
         if (fresh)
@@ -523,29 +446,32 @@ row_begin(struct work<Logit> *w, float t[CHUNKS][LOSS_ITEMS], const struct softm
 
 template <typename Logit, typename Out, bool KL_ONLY>
 static __device__ __forceinline__ void
-row_run(struct work<Logit> *w, float t[CHUNKS][LOSS_ITEMS], const struct softmax_loss &op,
+row_run(struct work<Logit> *w, uint32_t teacher_slice, const struct softmax_loss &op,
         const struct place &at, struct exchange *x, const unsigned char *ring, int32_t r,
         const struct output &output)
 {
     int32_t label = op.label[r];
     bug_unless(label < op.vocab);
     struct loss_record *record = output.records + r;
-    const struct loss_pair pair = row_begin(w, t, op, at, x, ring, r, record);
+    const struct loss_pair pair =
+        row_begin<Logit, KL_ONLY>(w, teacher_slice, op, at, x, ring, r, record);
     note_logit<Logit>(w->top_item, w->slot, ring, &record->top_logit);
     note_logit<Logit>(own_item<Logit>(at, label), w->slot, ring, &record->label_logit);
     Out *out = NULL;
     if (op.gradient != NULL)
         out = (Out *)op.gradient + r * op.gradient_stride + at.begin;
     if (KL_ONLY) {
-        struct loss_part part = kl_pass<Logit, Out>(w, t, op, at, ring, pair, label, out);
+        struct loss_part part =
+            kl_pass<Logit, Out>(w, teacher_slice, op, at, ring, pair, label, out);
         part.overlap = warp_sum(part.overlap);
         part.kl = warp_sum(part.kl);
         if (threadIdx.x % WARP == 0)
             output.parts[(r * at.ctas + at.rank) * LOSS_WARPS + threadIdx.x / WARP] = part;
     } else {
         const struct loss_needs needs = loss_needs_of(op.weight);
-        general_gradient(w, t, op, at, x, ring, pair, needs, label, record);
-        general_pass<Logit, Out>(w, t, op, at, ring, pair, needs, x->gradient, label, out);
+        general_gradient(w, teacher_slice, op, at, x, ring, pair, needs, label, record);
+        general_pass<Logit, Out>(w, teacher_slice, op, at, ring, pair, needs, x->gradient, label,
+                                 out);
     }
     w->count++;
 }
@@ -571,27 +497,17 @@ static __global__ void __launch_bounds__(LOSS_THREADS, 1)
                    const __grid_constant__ struct output output)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-    extern __shared__ __align__(128) unsigned char ring[];
+    typedef layout<Logit> lay;
+    extern __shared__ __align__(128) unsigned char ring[]; // slots, then the teacher's slice
     __shared__ __align__(16) struct exchange x;
     const struct place at = place_make(op);
-    if (threadIdx.x == 0) {
-        barrier_init(&x.barrier[0]);
-        barrier_init(&x.barrier[1]);
-        barrier_init(&x.sum_barrier);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    cluster_sync();
-
     // Consecutive rows; no cluster is without one.
     int64_t clusters = gridDim.x / at.ctas, cluster = blockIdx.x / at.ctas;
     int32_t begin = (int32_t)(op.rows * cluster / clusters),
             end = (int32_t)(op.rows * (cluster + 1) / clusters);
-    float t[CHUNKS][LOSS_ITEMS];
-#pragma unroll
-    for (int g = 0; g < CHUNKS; g++)
-#pragma unroll
-        for (int j = 0; j < LOSS_ITEMS; j++)
-            t[g][j] = -INFINITY;
+    uint32_t teacher = ring_first(ring + lay::SLOTS * lay::SLOT_BYTES);
+    if (op.teacher == NULL)
+        clear_teacher(teacher);
     struct work<Logit> w;
     w.feed = feed_begin<Logit>(op, at, ring, begin, end);
     w.slot = ring_first(ring);
@@ -599,11 +515,13 @@ static __global__ void __launch_bounds__(LOSS_THREADS, 1)
     w.reference = 0.0f;
     w.sum = 1.0f;
     w.top_item = -1;
+    w.own_sum = 0.0f;
     if (threadIdx.x == 0)
         x.teacher = {0.0f, 1.0f, -1};
+    cluster_sync(at.ctas); // no CTA writes to one that has not begun
     for (int32_t r = begin; r < end; r++)
-        row_run<Logit, Out, KL_ONLY>(&w, t, op, at, &x, ring, r, output);
-    cluster_sync(); // no CTA leaves while others may still write to it
+        row_run<Logit, Out, KL_ONLY>(&w, teacher, op, at, &x, ring, r, output);
+    cluster_sync(at.ctas); // no CTA leaves while others may still write to it
 #endif
 }
 
@@ -639,7 +557,7 @@ int ctas_for(int64_t vocab)
     return ctas;
 }
 
-// As many clusters of 1, 2, 4 or 8 CTAs, one CTA on an SM, as fit on the GPU at a time.
+// As many clusters of 1 to 16 CTAs, one CTA on an SM, as fit on the GPU at a time.
 bool loss_cluster(struct stream *stream, const struct softmax_loss *op)
 {
     int ctas = ctas_for(op->vocab), clusters = 0;
@@ -651,7 +569,8 @@ bool loss_cluster(struct stream *stream, const struct softmax_loss *op)
     if (function == NULL)
         return false;
     cuda_check(
-        cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, RING_BYTES));
+        cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES));
+    cuda_check(cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = (unsigned)ctas;
@@ -659,13 +578,16 @@ bool loss_cluster(struct stream *stream, const struct softmax_loss *op)
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)ctas);
     config.blockDim = dim3(LOSS_THREADS);
-    config.dynamicSmemBytes = RING_BYTES;
+    config.dynamicSmemBytes = SHARED_BYTES;
     config.stream = stream->cuda;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    cuda_check(cudaOccupancyMaxActiveClusters(&clusters, function, &config));
-    if (clusters == 0)
+    // A GPU may have no room for the largest clusters.
+    if (cudaOccupancyMaxActiveClusters(&clusters, function, &config) != cudaSuccess ||
+        clusters == 0) {
+        (void)cudaGetLastError();
         return false;
+    }
     if (clusters > op->rows)
         clusters = (int)op->rows;
     config.gridDim.x = (unsigned)(clusters * ctas);

@@ -108,12 +108,13 @@ static __device__ struct loss_softmax softmax_of(const void *logits, const struc
 {
     __shared__ struct loss_softmax parts[LOSS_WARPS];
     struct loss_running r = loss_running_make();
+    float x[LOSS_ITEMS];
     for (int32_t first = 0; first < row.vocab; first += TILE) {
-        float x[LOSS_ITEMS];
         load_items<Logit>(x, logits, row, first);
-        loss_running_add<true>(&r, x, first);
+        loss_running_add(&r, x, first);
     }
-    int32_t index = element_index(row.vectors, r.group, r.item);
+    load_items<Logit>(x, logits, row, r.group);
+    int32_t index = element_index(row.vectors, r.group, first_equal(x, r.max));
     struct loss_softmax s = loss_warp(r, index);
     __syncthreads(); // the last call's readers are done
     if (threadIdx.x % WARP == 0)
@@ -316,10 +317,21 @@ static __global__ void __launch_bounds__(LOSS_THREADS)
     kl = warp_sum(kl);
     if (lane != 0)
         return;
-    struct loss_record record = records[r];
+    // Only what was written: a record has no logits of tokens that its row does not have.
+    const struct loss_record *from = &records[r];
+    struct loss_record record = {};
+    record.student = from->student;
+    record.teacher = from->teacher;
+    if (op.label[r] >= 0)
+        record.label_logit = from->label_logit;
+    if (op.teacher != NULL)
+        record.top_logit = from->top_logit;
+    for (int i = 0; i < SUM_COUNT && part_count == 0; i++)
+        record.sum[i] = from->sum[i];
     if (part_count > 0) {
         record.sum[SUM_OVERLAP] = overlap;
-        record.sum[SUM_KL] = kl;
+        double sums = log2((double)record.student.sum) - log2((double)record.teacher.sum);
+        record.sum[SUM_KL] = (kl + sums) / (double)LOSS_L;
     }
     write_results(op, record, r);
 }

@@ -49,14 +49,15 @@ struct loss_record {
     double sum[SUM_COUNT];
 };
 
-// Overlap and KL of one part of a row's elements: sums of the kernel that needs no others.
+// Overlap and KL of one part of a row's elements: sums of the kernel that needs no others. kl: of
+// p ((t - z) L - K of t + K of z), to which the difference of the sums' logarithms is to be added.
 struct loss_part {
     float overlap, kl;
 };
 
 // Workspace of a row: its record and the parts of the kernel that makes most.
 enum {
-    LOSS_PARTS = 8 * LOSS_WARPS,
+    LOSS_PARTS = 16 * LOSS_WARPS,
     LOSS_ROW_BYTES = sizeof(struct loss_record) + LOSS_PARTS * sizeof(struct loss_part)
 };
 
@@ -134,8 +135,7 @@ static __device__ __forceinline__ int first_equal(const float x[LOSS_ITEMS], flo
     return item;
 }
 
-// NaN is never a maximum. ITEM: notes also which of the group it is.
-template <bool ITEM>
+// NaN is never a maximum.
 static __device__ __forceinline__ void loss_running_add(struct loss_running *r,
                                                         const float x[LOSS_ITEMS], int group)
 {
@@ -145,8 +145,6 @@ static __device__ __forceinline__ void loss_running_add(struct loss_running *r,
         largest = fmaxf(largest, x[j]);
     bool larger = largest > r->max;
     r->group = larger ? group : r->group;
-    if (ITEM)
-        r->item = larger ? first_equal(x, largest) : r->item;
     r->max = fmaxf(r->max, largest);
     float reference = loss_reference(r->max);
 #pragma unroll
