@@ -1,0 +1,66 @@
+// A training run: what its files share. Opening is run_open.c's, one step run_step.c's, what it says of
+// itself run_words.c's; epochs, validation, checkpoints and signals are train.c's.
+#ifndef TRAINER_RUN_H
+#define TRAINER_RUN_H
+
+#include "data/prefetch.h"
+#include "trainer/checkpoint.h"
+#include "trainer/commands.h"
+#include "trainer/run_folder.h"
+#include "trainer/session.h"
+#include "trainer/validation.h"
+
+enum { NAMED_DOCUMENTS = 16 }; // documents of a step that an error lists
+
+// When parts of the start had ended.
+struct start_times {
+    double begin, session, step, state, readers, products;
+};
+
+struct run {
+    const struct options *options;
+    struct config config;
+    struct session session;
+    struct release release; // that a fresh run starts from; open until then
+    struct run_folder folder;
+    struct start_times times;
+    struct step step;
+    struct checkpoint_writer *writer;
+    struct checkpoint_info info;
+    struct source *source;
+    struct prefetch *prefetch;
+    struct row *next_row; // taken from prefetch and staged; NULL: none
+    struct validation *validation;
+    struct counters counters;
+    struct session_steps steps;
+    double peak_bytes; // of device memory
+    // of device memory: in use when the run began (a GPU's context, other processes), and planned
+    size_t begin_bytes, planned_bytes;
+    bool warned_validation; // that it has nothing to score
+    int64_t saved_step;     // newest step handed to the writer
+    uint64_t step_docs[NAMED_DOCUMENTS];
+    int64_t step_doc_count;
+    double wait_seconds, read_seconds, read_bytes, save_seconds; // of the running step
+};
+
+// From the config to a run that is ready for its first step. Every fault is a refusal (status 2)
+// unless *status says otherwise.
+int run_open(struct run *run, int *status, struct error *err);
+void run_close(struct run *run);
+
+// One optimizer step. 0: done, 1: stopped, -1: failed.
+int run_step(struct run *run, struct error *err);
+// Too many bad documents? -1 when there are.
+int run_check_bad_fraction(const struct run *run, struct error *err);
+
+// The most memory so far: of the device, by everybody on it; on the CPU of this process.
+double run_peak_memory(struct run *run);
+void run_describe_start(const struct run *run);
+void run_report_memory(struct run *run);
+void run_name_nonfinite(const struct run *run, const struct step_outcome *outcome);
+// What a step had none of, when it had no weight.
+const char *run_nothing_of(const struct metrics *metrics);
+// Once, when a whole epoch or run had nothing to train on.
+void run_warn_nothing_learnt(const struct run *run);
+
+#endif

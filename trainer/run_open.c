@@ -1,0 +1,223 @@
+// Owns the opening and closing of a run: what it continues, what memory it may take, its readers.
+#include <string.h>
+
+#include "base/log.h"
+#include "base/timer.h"
+#include "trainer/plan_admit.h"
+#include "trainer/resume.h"
+#include "trainer/run.h"
+#include "trainer/schedule.h"
+#include "trainer/signals.h"
+#include "trainer/tune.h"
+
+static int open_prefetch(struct run *run, struct error *err)
+{
+    const struct config *config = &run->config;
+    struct prefetch_options options = {.depth = config->data.prefetch_rows,
+                                       .threads = (int)config->data.readers,
+                                       .on_bad_sample = config->data.on_bad_sample,
+                                       .seq_len = config->data.seq_len,
+                                       .host_alloc = run->session.backend->host_alloc,
+                                       .host_free = run->session.backend->host_free,
+                                       .stop = signals_stop};
+    if (source_open_shards(&run->source, &run->session.train, config->data.check_crc, err) != 0)
+        return -1;
+    uint64_t epoch = (uint64_t)run->counters.epoch;
+    if (epoch >= run->steps.epochs)
+        return 0; // everything has been read
+    return prefetch_open(&run->prefetch, run->source, &options, session_pack_epoch, &run->session,
+                         epoch, run->counters.row, run->steps.epochs - epoch, err);
+}
+
+// Weights and moments, from a checkpoint or new. *status as in open_run.
+static int load_state(struct run *run, struct resume *resume, int *status, struct error *err)
+{
+    struct session *session = &run->session;
+    struct step_setup setup = session_step_setup(session, true);
+    if (step_open(&run->step, &setup, err) != 0)
+        return -1;
+    run->times.step = timer_now();
+    run->step.stop = signals_stop;
+    struct model_state *state = checkpoint_writer_snapshot(run->writer);
+    if (resume_load(resume, session, state, err) != 0) {
+        *status = resume->failed ? EXIT_FAILED : EXIT_REFUSED;
+        return -1;
+    }
+    run->counters = state->counters;
+    run->saved_step =
+        resume_is_own(resume, &run->folder, state->counters.step) ? state->counters.step : -1;
+    if (resume->path != NULL)
+        step_load(&run->step, state);
+    else
+        step_initialize(&run->step, &run->release);
+    release_close(&run->release);
+    run->times.state = timer_now();
+    return 0;
+}
+
+// What was chosen before and the memory of today: a run that continues keeps its cut or is refused, one
+// that has nothing to continue is cut anew.
+static int admit_obeying(struct run *run, struct resume *resume, struct error *err)
+{
+    struct error why = {""};
+    struct session *session = &run->session;
+    const char *folder = resume->path != NULL ? resume->path : run->folder.path;
+    if (plan_admit(session, ADMIT_FROZEN, &run->planned_bytes, &why) == 0) {
+        log_info("obeying %s/execution.json in what the config leaves open", folder);
+        return 0;
+    }
+    if (resume->path == NULL) {
+        log_warn("%s/execution.json can not be obeyed, this run chooses everything anew:\n%.*s",
+                 folder, (int)strcspn(why.text, "\n"), why.text);
+        return plan_admit(session, ADMIT_NEW, &run->planned_bytes, err);
+    }
+    if (!resume->replan) {
+        *err = why;
+        return -1;
+    }
+    if (plan_admit(session, ADMIT_REPLANNED, &run->planned_bytes, err) != 0)
+        return -1;
+    if (!resume->warned)
+        log_warn("--replan: the step is cut smaller than at the first start; results are not "
+                 "bitwise the same");
+    return 0;
+}
+
+static int admit(struct run *run, struct resume *resume, struct error *err)
+{
+    if (resume->path != NULL || resume->followed)
+        return admit_obeying(run, resume, err);
+    if (run->planned_bytes > 0)
+        return 0; // before the folder was made
+    return plan_admit(&run->session, ADMIT_NEW, &run->planned_bytes, err);
+}
+
+// Learning rates follow from the number of all steps, so another one changes those still to come.
+static void compare_schedule(const struct run *run, const struct resume *resume)
+{
+    const struct config *now = &run->config;
+    bool flat = now->schedule.kind == SCHEDULE_CONSTANT && !(now->schedule.warmup_ratio > 0.0);
+    if (resume->path == NULL || flat ||
+        (resume->epochs == now->run.epochs && resume->max_steps == now->run.max_steps))
+        return;
+    struct config config = *now;
+    struct session session = run->session;
+    struct session_steps before;
+    config.run.epochs = resume->epochs;
+    config.run.max_steps = resume->max_steps;
+    session.config = &config;
+    session_count_steps(&session, &before);
+    if (before.total != run->steps.total)
+        log_warn("%lld steps in all, where %lld were to be when %s was written: the learning rate "
+                 "follows a schedule over %lld from here on",
+                 (long long)run->steps.total, (long long)before.total, resume->path,
+                 (long long)run->steps.total);
+    session_steps_release(&before);
+}
+
+// Algorithms that a checkpoint was trained with and the library does not know stop the run; without a
+// checkpoint there is nothing to continue.
+static int tune(struct run *run, const struct resume *resume, struct error *err)
+{
+    struct execution *execution = &run->session.execution;
+    struct error why = {""};
+    if (step_tune(&run->step, execution, &why) == 0)
+        return 0;
+    if (resume->path != NULL) {
+        *err = why;
+        return error_add(err, "%s/execution.json holds it; --replan chooses anew", resume->path);
+    }
+    log_warn("the algorithms of %s/execution.json can not be obeyed, this run chooses anew:\n%s",
+             run->folder.path, why.text);
+    execution->gemm.count = 0;
+    return step_tune(&run->step, execution, err);
+}
+
+// Where the run begins, once its folder is open. *status as in open_run.
+static int start_run(struct run *run, struct resume *resume, int *status, struct error *err)
+{
+    struct config *config = &run->config;
+    struct session *session = &run->session;
+    if (resume_find(resume, &run->folder, session, err) != 0) {
+        *status = resume->failed ? EXIT_FAILED : EXIT_REFUSED;
+        return -1;
+    }
+    if (resume->path == NULL && session_open_release(session, &run->release, err) != 0)
+        return -1;
+    if (admit(run, resume, err) != 0)
+        return -1;
+    run->info = (struct checkpoint_info){.config = config,
+                                         .execution = &session->execution,
+                                         .sizes = &session->sizes,
+                                         .target = &session->target,
+                                         .target_name = session->target_name,
+                                         .data_fingerprint = session_fingerprint(session),
+                                         .command = run->options->command};
+    if (checkpoint_writer_open(&run->writer, run->folder.checkpoints, &session->params, &run->info,
+                               config->checkpoint.keep, config->checkpoint.background, err) != 0 ||
+        load_state(run, resume, status, err) != 0 || run_check_bad_fraction(run, err) != 0)
+        return -1;
+    session_count_steps(session, &run->steps);
+    compare_schedule(run, resume);
+    *status = EXIT_FAILED;
+    // Readers fill the first rows while products are timed.
+    if (session->has_val &&
+        validation_open(&run->validation, session, &run->step, config->validation.rows, err) != 0)
+        return -1;
+    if (open_prefetch(run, err) != 0)
+        return -1;
+    run->times.readers = timer_now();
+    if (tune(run, resume, err) != 0)
+        return -1;
+    if (resume_freeze(&run->folder, session, err) != 0 ||
+        run_folder_start(&run->folder, resume->path != NULL ? &run->counters : NULL,
+                         config->log.tensorboard, err) != 0)
+        return -1;
+    run->times.products = timer_now();
+    return 0;
+}
+
+int run_open(struct run *run, int *status, struct error *err)
+{
+    const struct options *options = run->options;
+    struct config *config = &run->config;
+    struct session *session = &run->session;
+    *status = EXIT_REFUSED;
+    if (session_config(config, options->config, options->sets, options->set_count,
+                       SESSION_TRAIN | SESSION_VAL, err) != 0)
+        return -1;
+    if (config->run.dir == NULL)
+        return error_set(err, "%s: run.dir: required; the folder for checkpoints and metrics",
+                         options->config);
+    if (session_open(session, config, SESSION_TRAIN | SESSION_VAL, err) != 0)
+        return -1;
+    run->times.session = timer_now();
+    run->begin_bytes = (size_t)run_peak_memory(run);
+    struct resume resume = {.choice = options->resume, .replan = options->replan};
+    // A new run that does not fit leaves no folder behind.
+    if (!resume_likely(&resume, config->run.dir) &&
+        plan_admit(session, ADMIT_NEW, &run->planned_bytes, err) != 0)
+        return -1;
+    if (run_folder_open(&run->folder, config->run.dir, err) != 0)
+        return -1;
+    int result = start_run(run, &resume, status, err);
+    resume_release(&resume);
+    return result;
+}
+
+void run_close(struct run *run)
+{
+    step_close(&run->step); // ends copies from rows that prefetch frees
+    validation_close(run->validation);
+    if (run->prefetch != NULL)
+        prefetch_close(run->prefetch);
+    if (run->source != NULL)
+        source_close(run->source);
+    if (run->writer != NULL)
+        checkpoint_writer_close(run->writer);
+    run_folder_close(&run->folder);
+    release_close(&run->release);
+    session_close(&run->session);
+    config_release(&run->config);
+    session_steps_release(&run->steps);
+}

@@ -1,0 +1,162 @@
+// Owns one step of a run: its rows, the update, the counters and the report.
+#include <stdio.h>
+#include <string.h>
+
+#include "base/log.h"
+#include "base/timer.h"
+#include "trainer/run.h"
+#include "trainer/schedule.h"
+#include "trainer/signals.h"
+
+// Too many bad documents? Those left out at the start count in every epoch, those met while reading
+// when they are met: a document that is bad is met once an epoch.
+int run_check_bad_fraction(const struct run *run, struct error *err)
+{
+    const struct documents *documents = &run->session.train;
+    const struct counters *c = &run->counters;
+    double epochs = (double)(c->epoch + (c->row > 0 || c->step == 0)); // begun
+    double dropped = (double)documents->dropped_bad;
+    double bad = dropped + (double)c->bad_documents / epochs,
+           all = dropped + (double)documents->count;
+    if (bad <= run->config.data.max_bad_fraction * all)
+        return 0;
+    return error_set(err,
+                     "%.0f of %.0f documents have bad values, more than data.max_bad_fraction %g "
+                     "allows; look at them with: dtrain data check FILE...",
+                     bad, all, run->config.data.max_bad_fraction);
+}
+
+static void remember_documents(struct run *run, const struct row *row)
+{
+    for (int64_t d = 0; d < row->documents; d++, run->step_doc_count++)
+        if (run->step_doc_count < NAMED_DOCUMENTS)
+            run->step_docs[run->step_doc_count] = row->doc_ids[d];
+}
+
+// The next row, whose features are on their way. Returns as prefetch_next does.
+static int take_row(struct run *run, struct row **row, struct error *err)
+{
+    double wait = 0.0;
+    if (run->next_row != NULL) {
+        *row = run->next_row;
+        run->next_row = NULL;
+        return 1;
+    }
+    int got = prefetch_next(run->prefetch, row, &wait, err);
+    run->wait_seconds += wait;
+    if (got == 1)
+        step_stage_row(&run->step, *row);
+    return got;
+}
+
+// All micro-steps of the next step. 0: done, 1: stopped by a signal, -1: failed.
+static int run_rows(struct run *run, int64_t rows, struct error *err)
+{
+    step_begin(&run->step);
+    run->wait_seconds = run->read_seconds = run->read_bytes = 0.0;
+    run->step_doc_count = 0;
+    for (int64_t r = 0; r < rows; r++) {
+        struct row *row = NULL;
+        int got = take_row(run, &row, err);
+        if (got < 0)
+            return -1;
+        if (got == 2)
+            return 1;
+        if (got == 0)
+            BUG("the data ended before step %lld", (long long)run->counters.step + 1);
+        if (prefetch_try_next(run->prefetch, &run->next_row))
+            step_stage_row(&run->step, run->next_row);
+        run->read_seconds += row->read_seconds;
+        run->read_bytes += (double)row->read_bytes;
+        remember_documents(run, row);
+        int stopped = step_row(&run->step, row);
+        prefetch_return(run->prefetch, row);
+        if (stopped || signals_received() != 0)
+            return 1;
+    }
+    return 0;
+}
+
+// Moves the counters over a step that ran to its end.
+static void count_step(struct run *run, int64_t rows, const struct step_outcome *outcome)
+{
+    struct counters *c = &run->counters;
+    c->step++;
+    c->row += rows;
+    if (c->row >= run->steps.epoch_rows[c->epoch]) {
+        c->epoch++;
+        c->row = 0;
+    }
+    c->tokens += (int64_t)run->step.metrics.tokens;
+    c->bad_documents += (int64_t)run->step.metrics.bad_documents;
+    c->applied += outcome->applied;
+    c->skipped_empty += outcome->empty;
+    c->skipped_nonfinite += outcome->nonfinite;
+    c->nonfinite_in_a_row = outcome->nonfinite ? c->nonfinite_in_a_row + 1 : 0;
+}
+
+static int report_step(struct run *run, const struct step_outcome *outcome, int64_t epoch,
+                       double lr, double seconds, struct error *err)
+{
+    double weights[LOSS_TERM_COUNT];
+    for (int term = 0; term < LOSS_TERM_COUNT; term++)
+        weights[term] = (double)run->step.loss.weight[term];
+    const double *part = run->step.clock.seconds;
+    struct step_report report = {.step = run->counters.step,
+                                 .total_steps = run->steps.total,
+                                 .epoch = epoch,
+                                 .metrics = &run->step.metrics,
+                                 .normalize = run->config.loss.normalize,
+                                 .term_weights = weights,
+                                 .block_size = run->session.sizes.block_size,
+                                 .lr = lr,
+                                 .grad_norm = outcome->grad_norm,
+                                 .clip_factor = outcome->clip_factor,
+                                 .skipped = !outcome->applied,
+                                 .seconds = seconds,
+                                 .wait_seconds = run->wait_seconds,
+                                 .read_seconds = run->read_seconds,
+                                 .forward_seconds = part[STEP_FORWARD],
+                                 .loss_seconds = part[STEP_LOSS],
+                                 .backward_seconds = part[STEP_BACKWARD],
+                                 .optimizer_seconds = part[STEP_OPTIMIZER],
+                                 .save_seconds = run->save_seconds,
+                                 .read_bytes = run->read_bytes,
+                                 .memory_bytes = run_peak_memory(run),
+                                 .planned_bytes = (double)run->planned_bytes};
+    run->save_seconds = 0.0;
+    return run_folder_step(&run->folder, &report, run->config.log.every, err);
+}
+
+// One optimizer step. 0: done, 1: stopped, -1: failed.
+int run_step(struct run *run, struct error *err)
+{
+    double start = timer_now();
+    struct counters *c = &run->counters;
+    int64_t rows = run->steps.epoch_rows[c->epoch] - c->row, epoch = c->epoch;
+    if (rows > run->config.data.rows_per_step)
+        rows = run->config.data.rows_per_step;
+    int status = run_rows(run, rows, err);
+    if (status != 0)
+        return status;
+    double lr =
+        schedule_lr(&run->config.schedule, run->config.optimizer.lr, c->step + 1, run->steps.total);
+    struct step_outcome outcome;
+    step_apply(&run->step, lr, c->applied + 1, &outcome);
+    if (outcome.nonfinite)
+        run_name_nonfinite(run, &outcome);
+    if (outcome.empty)
+        log_warn("step %lld: %s in its %lld rows; the weights stay as they are",
+                 (long long)c->step + 1, run_nothing_of(&run->step.metrics), (long long)rows);
+    count_step(run, rows, &outcome);
+    run_warn_nothing_learnt(run);
+    if (report_step(run, &outcome, epoch, lr, timer_now() - start, err) != 0)
+        return -1;
+    if (outcome.nonfinite && c->nonfinite_in_a_row > run->config.run.max_nonfinite)
+        return error_set(err,
+                         "%lld steps in a row had a non-finite gradient (run.max_nonfinite "
+                         "%lld); the first bad tensor is %s",
+                         (long long)c->nonfinite_in_a_row, (long long)run->config.run.max_nonfinite,
+                         outcome.tensor);
+    return run_check_bad_fraction(run, err);
+}

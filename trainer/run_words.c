@@ -1,0 +1,113 @@
+// Owns what a run says of itself: its start, its memory, steps that taught nothing.
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/resource.h>
+
+#include "base/byte_size.h"
+#include "base/log.h"
+#include "trainer/run.h"
+
+double run_peak_memory(struct run *run)
+{
+    size_t free_bytes, total_bytes;
+    struct rusage usage;
+    if (strcmp(run->session.execution.device, "cpu") == 0) {
+        getrusage(RUSAGE_SELF, &usage);
+        return (double)usage.ru_maxrss * 1024.0;
+    }
+    run->session.backend->memory(&free_bytes, &total_bytes);
+    run->peak_bytes = fmax(run->peak_bytes, (double)(total_bytes - free_bytes));
+    return run->peak_bytes;
+}
+
+void run_describe_start(const struct run *run)
+{
+    const struct documents *d = &run->session.train;
+    const struct execution *e = &run->session.execution;
+    char planned[BYTE_SIZE_TEXT], begin[BYTE_SIZE_TEXT];
+    log_info("data: %zu documents, %lld tokens, %.1f %% supervised; left out: %lld without "
+             "supervised tokens, %lld bad; %lld cut to %lld tokens",
+             d->count, (long long)d->tokens,
+             100.0 * (double)d->supervised / (double)(d->tokens > 0 ? d->tokens : 1),
+             (long long)d->dropped_unsupervised, (long long)d->dropped_bad, (long long)d->cut,
+             (long long)run->config.data.seq_len);
+    log_info("drafter: %lld layers, blocks of %lld, %.2f M trainable parameters",
+             (long long)run->session.sizes.layers, (long long)run->session.sizes.block_size,
+             (double)run->session.params.trainable * 1e-6);
+    log_info("anchors: at most %lld per %s", (long long)run->config.anchors.max_anchors,
+             run->config.anchors.per == ANCHORS_PER_ROW ? "row" : "document");
+    log_info("execution: %s (%s), %s, groups of %lld rows, chunks of %lld, recompute %s, "
+             "%lld threads, %s planned, %s in use before",
+             e->device, e->hardware, e->compute, (long long)e->group_rows, (long long)e->chunk_rows,
+             e->recompute, (long long)e->threads,
+             byte_size_text((double)run->planned_bytes, planned),
+             byte_size_text((double)run->begin_bytes, begin));
+    const struct start_times *t = &run->times;
+    log_info("start: %.1f s: documents and device %.1f, memory and target %.1f, weights %.1f, "
+             "rows %.1f, products %.1f",
+             t->products - t->begin, t->session - t->begin, t->step - t->session,
+             t->state - t->step, t->readers - t->state, t->products - t->readers);
+    if (run->counters.step < run->steps.total)
+        log_info("steps: %lld, from step %lld", (long long)run->steps.total,
+                 (long long)run->counters.step + 1);
+    else
+        log_info("steps: %lld, and %lld are taken: nothing is left; more run.max_steps or "
+                 "run.epochs would go on",
+                 (long long)run->steps.total, (long long)run->counters.step);
+}
+
+void run_report_memory(struct run *run)
+{
+    char most[BYTE_SIZE_TEXT], begin[BYTE_SIZE_TEXT], planned[BYTE_SIZE_TEXT];
+    byte_size_text(run_peak_memory(run), most);
+    byte_size_text((double)run->begin_bytes, begin);
+    byte_size_text((double)run->planned_bytes, planned);
+    if (strcmp(run->session.execution.device, "cpu") == 0)
+        log_info("memory: %s resident at most, %s planned for step and host part; the program, its "
+                 "libraries and the target's mapped files come on top (%s when the run began)",
+                 most, planned, begin);
+    else
+        log_info(
+            "GPU memory: %s in use at most, %s planned, both with the CUDA context; %s were in "
+            "use when the run began (context and other processes)",
+            most, planned, begin);
+}
+
+void run_name_nonfinite(const struct run *run, const struct step_outcome *outcome)
+{
+    char list[NAMED_DOCUMENTS * 24] = "";
+    size_t at = 0;
+    for (int64_t i = 0; i < run->step_doc_count && i < NAMED_DOCUMENTS; i++)
+        at += (size_t)snprintf(list + at, sizeof(list) - at, " %llu",
+                               (unsigned long long)run->step_docs[i]);
+    log_warn("step %lld: the gradient of %s is not finite; the step is skipped. Its documents:%s%s",
+             (long long)run->counters.step + 1, outcome->tensor, list,
+             run->step_doc_count > NAMED_DOCUMENTS ? " ..." : "");
+}
+
+const char *run_nothing_of(const struct metrics *metrics)
+{
+    if (metrics->supervised == 0.0)
+        return "nothing supervised";
+    return metrics->valid_anchors == 0.0 ? "no valid anchor" : "no slot of nonzero weight";
+}
+
+// Anchors depend on masks and lengths, which later epochs do not change.
+void run_warn_nothing_learnt(const struct run *run)
+{
+    const struct counters *c = &run->counters;
+    const struct config_texts *shards = &run->config.data.train;
+    bool first_epoch_ends = c->epoch == 1 && c->row == 0;
+    bool run_ends = c->epoch == 0 && c->step == run->steps.total;
+    if (c->skipped_empty < c->step || !(first_epoch_ends || run_ends))
+        return;
+    log_warn(
+        "nothing was learnt in %lld steps: not one had a block to train on, in %s%s%s. A valid "
+        "anchor is a supervised token (loss_mask) that another one follows in the same "
+        "document%s; look with: dtrain data stats FILE...",
+        (long long)c->step, shards->items[0], shards->count > 1 ? " to " : "",
+        shards->count > 1 ? shards->items[shards->count - 1] : "",
+        run->config.anchors.tail == TAIL_WHOLE ? ", and with anchors.tail whole a whole block"
+                                               : "");
+}
