@@ -20,6 +20,8 @@ from dtrain_tools.command import exit_status, layer_list, say  # noqa: E402
 from dtrain_tools.documents import InputError, Template, keep_usable, read_sources, validation_keys  # noqa: E402
 from dtrain_tools.target_directory import default_layer_ids  # noqa: E402
 
+ANSWER_TOKENS = {"cpu": 65536, "cuda": 1048576}
+
 
 def build_parser():
     parser = argparse.ArgumentParser(description="extract hidden states of a target model into feature shards",
@@ -51,8 +53,8 @@ def build_parser():
     add("--seed", type=int, default=0, help="of sampling and of the split")
     add("--batch-tokens", type=int, default=16384,
         help="padded tokens in a batch whose states are captured; halved when memory runs out")
-    add("--answer-tokens", type=int, default=65536,
-        help="tokens of prompts and answers that are generated together; halved when memory runs out")
+    add("--answer-tokens", type=int, help="tokens of prompts and answers that are generated together; halved when "
+        "memory runs out; default: 65536 on a CPU, 1048576 on a GPU")
     add("--teacher-rows", type=int, default=1024, help="tokens whose logits exist at the same time")
     add("--shard-bytes", type=float, default=2 * 2**30, help="about the size of a shard")
     return parser
@@ -62,7 +64,7 @@ def check_arguments(parser, args):
     if (args.model is None) == (args.gguf is None):
         parser.error("give either --model or --gguf")
     for name in ("layers", "max_new_tokens", "samples", "batch_tokens", "answer_tokens", "teacher_rows"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.samples > 1 and args.temperature <= 0:
         parser.error("--samples above 1 needs --temperature: greedy answers are all the same")
@@ -128,6 +130,7 @@ def extract(args):
     tokenizer = load_tokenizer(args.model, args.gguf)
     target = Target(args.model, args.gguf, args.device, args.dtype)
     args.max_tokens = args.max_tokens or target.config.max_position_embeddings
+    args.answer_tokens = args.answer_tokens or ANSWER_TOKENS.get(target.device.type, 65536)
     layer_ids = choose_layers(args, target)
     template = load_template(args, tokenizer, target)
     with_text = any(source.kind != "ids" for source in sources)

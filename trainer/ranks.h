@@ -17,17 +17,19 @@ struct ranks;
 // Joins the other processes: from the environment of torchrun, srun or mpirun, or as dtrain's own child.
 // Without any of these: one rank. Errors (exit status 2) name the variable that is missing or contradicts.
 int ranks_open(struct ranks **ranks, const struct config *config, struct error *err);
-// Leaves in good order; every rank calls it.
+// Leaves in good order; every rank calls it, and waits there for the others. After ranks_fail it only frees.
 void ranks_close(struct ranks *ranks);
 int ranks_rank(const struct ranks *ranks);
 int ranks_size(const struct ranks *ranks);
 int ranks_local(
     const struct ranks *ranks); // this process among those of its machine: which GPU it takes
 
-// After the backend is chosen and this rank's device is set: connects the engine. compute is the stream whose
-// work the exchanges below wait for and are waited for by.
-int ranks_connect(struct ranks *ranks, const struct backend *backend, struct stream *compute,
-                  struct error *err);
+// After the backend is chosen (ranks_open has left this process one visible GPU, which is its own):
+// connects the engine. Before it nothing below may be called but ranks_signal, ranks_fail and ranks_close.
+int ranks_connect(struct ranks *ranks, const struct backend *backend, struct error *err);
+// The stream whose work the exchanges of backend memory wait for and are waited for by. Host values do not
+// need it.
+void ranks_compute(struct ranks *ranks, struct stream *compute);
 
 // Exchanges of backend memory. They are queued on the communication stream, begin when what `compute` holds at
 // the call has been done, and the memory must not be touched before ranks_wait of a later mark.
@@ -57,7 +59,15 @@ void ranks_barrier(struct ranks *ranks);
 // Without waiting: may be asked between anchor groups. Ranks may see it at different moments: what is done
 // about it must be agreed upon by ranks_max.
 int ranks_signal(const struct ranks *ranks);
-// This rank can not go on: tells all, ends the communicator without waiting. The caller exits with `status`.
+// This rank can not go on. Prints the text as an error (once for all ranks that fail with the same words
+// within a second) and tells the others, which then end with status 1 by themselves unless they call this, too.
+// Returns within seconds; the caller then exits with its own status. Other threads must be at rest.
 void ranks_fail(struct ranks *ranks, const char *text);
+
+// For work in the background, from any thread, in any order: this rank has finished number `number` (a step
+// whose files are written, say). Numbers grow.
+void ranks_confirm(struct ranks *ranks, int64_t number);
+// The smallest of the ranks' last numbers as rank 0 knows them, 0 before; on other ranks their own.
+int64_t ranks_confirmed(const struct ranks *ranks);
 
 #endif

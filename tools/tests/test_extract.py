@@ -169,10 +169,19 @@ class Answers(Case):
         self.assertEqual(together, [self.generation([p], temperature=1.0)[0] for p in prompts])
         self.assertNotEqual(together, self.generation(prompts, temperature=1.0, seed=4))
 
+    def test_answers_do_not_depend_on_when_it_looks_for_their_ends(self):
+        prompts = [bytes([97 + n, 98, 99 + n % 3]) for n in range(12)]
+        for temperature in (0.0, 1.0):
+            usual = self.generation([list(p) for p in prompts], temperature)
+            self.assertGreater(len({len(answer) for answer in usual}), 1)
+            for every, keep in ((4, 0.7), (100, 1.0)):
+                with mock.patch.dict(generate.LOOK_EVERY, cpu=every), mock.patch.dict(generate.KEEP_ABOVE, cpu=keep):
+                    self.assertEqual(self.generation([list(p) for p in prompts], temperature), usual)
+
     def test_generated_ids_are_kept_and_ends_are_supervised(self):
         script = [[97], [98], [tiny_llama.END], [98], [97], [98], [tiny_llama.END]]
         path, out = self.lines([{"turns": ["first ab", "second"]}]), self.out()
-        with mock.patch.object(generate, "choose", side_effect=lambda *_: script.pop(0)):
+        with mock.patch.object(generate, "choose", side_effect=lambda *_: torch.tensor(script.pop(0))):
             status, printed = self.extract(path, out)
         self.assertEqual(status, 0, printed)
         document = self.read(out)[0][0]
