@@ -33,19 +33,31 @@ struct dflash_options {
     float noise_std;
     float embed_scale;
     const void *weights; // [params->elements] compute dtype, backend memory: matrices are read here
-    const float *masters; // [params->elements] fp32, backend memory: norms are read here
-    float *grads;         // [params->elements] fp32, added to; NULL when not training
-    const void *embed;    // [embed_rows, H] compute dtype, frozen
+    const float *norms;  // fp32, backend memory: norms are read here, each at its offset
+    bool norms_packed;   // at its norm_offset instead
+    float *grads;        // [params->elements] fp32, added to; NULL when not training
+    const void *embed;   // [embed_rows, H] compute dtype, frozen
     int64_t embed_rows;
 };
 
 struct dflash_layer; // one layer's weights, gradients and kept activations
 
+// For who exchanges weights and gradients with others while the passes run.
+struct dflash_hooks {
+    void *context;
+    // What is queued from now on reads the weights of a part (struct param). Called for every row and group.
+    void (*weights_needed)(void *context, int part);
+    // In a row's last group: what is queued so far completes the row's gradients of a stage. In this order:
+    // stage 0 is norm, 1 the last layer, ..., layers + 1 fc and hidden_norm.
+    void (*gradients_final)(void *context, int stage);
+};
+
 struct dflash {
     struct dflash_options options;
     struct dflash_layer *layers; // [sizes->layers]
     struct dflash_buffers *buffers;
-    const struct row *row; // between context_forward and the last group
+    const struct dflash_hooks *hooks; // NULL: none; to be set after planning
+    const struct row *row;            // between context_forward and the last group
     const bf16 *features;
     enum noise_kind noise; // of the row
     const void *fc_in;     // [T, L * H], rows fc_stride elements apart
@@ -57,6 +69,10 @@ struct dflash {
     const struct backend *backend; // whose host memory it is; NULL: none yet
     int32_t *h_index;              // [5, group_rows] inputs of a group
 };
+
+// The stage of the backward pass that completes a part's gradients, and how many there are.
+int dflash_gradient_stage(int64_t layers, int part);
+int dflash_gradient_stages(int64_t layers);
 
 // Asks the arena for backend memory. Called twice (base/memory.h); dflash_close frees host memory.
 void dflash_plan(struct dflash *dflash, const struct dflash_options *options, struct arena *arena);

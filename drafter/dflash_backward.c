@@ -233,6 +233,25 @@ static void context_input_backward(struct dflash *d, const struct backend *backe
     d->fresh_fc = false;
 }
 
+int dflash_gradient_stage(int64_t layers, int part)
+{
+    int n = (int)layers;
+    if (part == 0 || part == 1 + 2 * n)
+        return part == 0 ? n + 1 : 0;
+    return part <= n ? n + 1 - part : 2 * n + 1 - part;
+}
+
+int dflash_gradient_stages(int64_t layers)
+{
+    return (int)layers + 2;
+}
+
+static void tell_final(const struct dflash *d, bool last, int64_t stage)
+{
+    if (last && d->hooks != NULL)
+        d->hooks->gradients_final(d->hooks->context, (int)stage);
+}
+
 void *dflash_group_gradient(struct dflash *d)
 {
     return d->buffers->dx;
@@ -246,14 +265,17 @@ void dflash_group_backward(struct dflash *d, const struct backend *backend, stru
     BUG_UNLESS(d->options.training);
     norm_backward(d, backend, stream, d->blocks * s->block_size, b->last, DTYPE_F32, b->last_rstd,
                   &b->norm, b->dx, b->dx, false);
+    tell_final(d, last, 0);
     for (int64_t l = s->layers - 1; l >= 0; l--) {
         recompute(d, backend, stream, l);
         mlp_backward(d, backend, stream, l);
         attention_backward(d, backend, stream, l);
         if (last)
             context_layer_backward(d, backend, stream, l);
+        tell_final(d, last, s->layers - l);
     }
     d->fresh_layers = false;
     if (last)
         context_input_backward(d, backend, stream);
+    tell_final(d, last, s->layers + 1);
 }

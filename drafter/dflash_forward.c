@@ -8,6 +8,12 @@
 #include "base/rng.h"
 #include "data/anchors.h"
 
+void dflash_need_weights(const struct dflash *d, int part)
+{
+    if (d->hooks != NULL)
+        d->hooks->weights_needed(d->hooks->context, part);
+}
+
 void dflash_linear(const struct dflash *d, const struct backend *backend, struct stream *stream,
                    int64_t rows, const void *in, const struct dflash_tensor *weight,
                    const void *add, void *out)
@@ -171,6 +177,7 @@ void dflash_context_forward(struct dflash *d, const struct backend *backend, str
     d->noise = noisy ? o->noise : NOISE_KIND_NONE;
     row_inputs(d, backend, stream, seed);
     dflash_load_context(d, backend, stream);
+    dflash_need_weights(d, 0);
     backend->kernels->gemm(stream, &(struct gemm){.m = t,
                                                   .n = s->hidden,
                                                   .k = b->fc.columns,
@@ -188,6 +195,7 @@ void dflash_context_forward(struct dflash *d, const struct backend *backend, str
     backend->kernels->rms_norm_forward(stream, &norm);
     for (int64_t l = 0; l < s->layers; l++) {
         struct dflash_layer *layer = &d->layers[l];
+        dflash_need_weights(d, dflash_context_part(l));
         dflash_linear(d, backend, stream, t, b->context, &layer->kv, NULL, layer->context_kv);
         struct norm_rope rope = dflash_norm_rope(d, t, s->kv_heads, layer->context_kv, 2 * kv,
                                                  &layer->k_norm, b->positions, layer->context_k);
@@ -284,9 +292,12 @@ const void *dflash_group_forward(struct dflash *d, const struct backend *backend
                                                                 .index = b->ids,
                                                                 .scale = o->embed_scale,
                                                                 .out = d->layers[0].x});
-    for (int64_t l = 0; l < s->layers; l++)
+    for (int64_t l = 0; l < s->layers; l++) {
+        dflash_need_weights(d, dflash_layer_part(s->layers, l));
         dflash_layer_forward(d, backend, stream, l,
                              l + 1 < s->layers ? d->layers[l + 1].x : b->last);
+    }
+    dflash_need_weights(d, o->params->parts - 1);
     struct rms_norm norm = dflash_norm(d, n, b->last, DTYPE_F32, &b->norm, b->hidden, b->last_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);
     return b->hidden;

@@ -72,6 +72,8 @@ struct dflash_buffers {
     uint8_t *h_blank;      // [T]
 };
 
+void dflash_need_weights(const struct dflash *d, int part);
+
 // Whether the level keeps what is cheap to compute again.
 bool dflash_keeps_cheap(const struct dflash_options *options);
 

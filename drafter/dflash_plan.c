@@ -36,13 +36,18 @@ static int64_t fc_stride(const struct dflash_options *options)
     return planes * options->sizes->hidden;
 }
 
+static int64_t norm_offset(const struct dflash_options *o, const struct param *param)
+{
+    return o->norms_packed ? param->norm_offset : param->offset;
+}
+
 static struct dflash_tensor find(const struct dflash_options *o, const char *name)
 {
     const struct param *param = params_find(o->params, name);
     if (param == NULL)
         BUG("no parameter %s", name);
     return (struct dflash_tensor){
-        .weight = param->norm ? (const void *)(o->masters + param->offset)
+        .weight = param->norm ? (const void *)(o->norms + norm_offset(o, param))
                               : dflash_at(o->weights, o->compute, param->offset),
         .grad = o->grads != NULL ? o->grads + param->offset : NULL,
         .rows = param->shape[0],

@@ -223,6 +223,28 @@ static void add_layer(const struct dflash_sizes *sizes, int64_t layer, struct pa
     add_matrix(params, layer, "mlp.down_proj", hidden, sizes->intermediate, false);
 }
 
+int dflash_context_part(int64_t layer)
+{
+    return 1 + (int)layer;
+}
+
+int dflash_layer_part(int64_t layers, int64_t layer)
+{
+    return 1 + (int)layers + (int)layer;
+}
+
+static int part_of(const struct dflash_sizes *sizes, const char *name)
+{
+    static const char *const of_context[] = {"k_proj", "v_proj", "k_norm"};
+    int layers = (int)sizes->layers, layer;
+    if (sscanf(name, "layers.%d.", &layer) != 1)
+        return strcmp(name, "norm.weight") == 0 ? 1 + 2 * layers : 0;
+    for (size_t i = 0; i < sizeof(of_context) / sizeof(*of_context); i++)
+        if (strstr(name, of_context[i]) != NULL)
+            return dflash_context_part(layer);
+    return dflash_layer_part(layers, layer);
+}
+
 void dflash_params(const struct dflash_sizes *sizes, struct params *params)
 {
     int64_t hidden = sizes->hidden;
@@ -231,6 +253,9 @@ void dflash_params(const struct dflash_sizes *sizes, struct params *params)
     for (int64_t i = 0; i < sizes->layers; i++)
         add_layer(sizes, i, params);
     params_add(params, "norm.weight", 1, hidden, 1, true, false);
+    for (size_t i = 0; i < params->count; i++)
+        params->items[i].part = part_of(sizes, params->items[i].name);
+    params->parts = 2 + 2 * (int)sizes->layers;
 }
 
 // Pair (fractional) that turns `turns` times over the original positions.

@@ -37,8 +37,12 @@ struct dflash_sizes {
 int dflash_sizes_resolve(struct dflash_sizes *sizes, const struct drafter_config *config,
                          const struct target *target, const int64_t *layer_ids, int64_t features,
                          struct error *err);
-// The trainable tensors, z-lab names: fc, hidden_norm, layers.*, norm.
+// The trainable tensors, z-lab names: fc, hidden_norm, layers.*, norm. Their parts are numbered in the
+// order in which a row's forward pass reads them first: fc and hidden_norm; of each layer what makes the
+// context's keys and values; the rest of each layer; norm.
 void dflash_params(const struct dflash_sizes *sizes, struct params *params);
+int dflash_context_part(int64_t layer);
+int dflash_layer_part(int64_t layers, int64_t layer);
 // Rotary table of `positions` rows: cos and sin [positions, head_dim / 2], scaling included
 // (linear: position / factor; yarn: Peng et al. 2023 as transformers computes it).
 void dflash_rope_table(const struct dflash_sizes *sizes, int64_t positions, float *cos, float *sin);

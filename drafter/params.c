@@ -35,6 +35,10 @@ const struct param *params_add(struct params *params, const char *name, int dims
     param->offset = joined ? param[-1].offset + param[-1].count : params->elements;
     params->elements = aligned(param->offset + param->count);
     params->trainable += param->count;
+    if (norm) {
+        param->norm_offset = params->norm_elements;
+        params->norm_elements = aligned(param->norm_offset + param->count);
+    }
     return param;
 }
 

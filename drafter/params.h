@@ -18,13 +18,18 @@ struct param {
     int64_t offset;   // elements
     int64_t count;    // elements
     bool norm;        // starts at 1 and never decays; else normal with init_std
+    // elements, in an array of the norms alone, each aligned to PARAM_ALIGNMENT; 0 for matrices
+    int64_t norm_offset;
+    int part; // of the model, see dflash_params
 };
 
 struct params {
     struct param *items;
     size_t count;
-    int64_t elements;  // of the flat arrays, padding included
-    int64_t trainable; // without padding
+    int64_t elements;      // of the flat arrays, padding included
+    int64_t trainable;     // without padding
+    int64_t norm_elements; // of an array of the norms alone, padding included
+    int parts;
 };
 
 void params_release(struct params *params);

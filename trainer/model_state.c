@@ -9,15 +9,28 @@
 
 void model_state_open(struct model_state *state, const struct params *params)
 {
-    size_t elements = (size_t)params->elements;
-    *state = (struct model_state){.params = params};
+    model_state_open_own(state, params, NULL, false);
+}
+
+void model_state_open_own(struct model_state *state, const struct params *params,
+                          const struct ownership *ownership, bool served)
+{
+    size_t elements = (size_t)ownership_elements(ownership, params);
+    *state = (struct model_state){.params = params, .ownership = ownership};
+    if (served)
+        state->served = memory_alloc((size_t)params->elements, sizeof(*state->served));
     state->master = memory_alloc(elements, sizeof(float));
     state->m = memory_alloc(elements, sizeof(float));
     state->v = memory_alloc(elements, sizeof(float));
 }
 
+size_t model_state_bytes(const struct model_state *state)
+{
+    return (size_t)ownership_elements(state->ownership, state->params) * sizeof(float);
+}
+
 // Whole pages of an array, in slices: others that want address space do not wait long.
-static void populate(float *array, size_t bytes, bool (*stop)(void *context), void *context)
+static void populate(void *array, size_t bytes, bool (*stop)(void *context), void *context)
 {
     const uintptr_t page = 4096, slice = 64 << 20;
     uintptr_t at = ((uintptr_t)array + page - 1) / page * page;
@@ -33,10 +46,13 @@ static void populate(float *array, size_t bytes, bool (*stop)(void *context), vo
 void model_state_populate(const struct model_state *state, bool (*stop)(void *context),
                           void *context)
 {
-    size_t bytes = (size_t)state->params->elements * sizeof(float);
+    size_t bytes = model_state_bytes(state);
     populate(state->master, bytes, stop, context);
     populate(state->m, bytes, stop, context);
     populate(state->v, bytes, stop, context);
+    if (state->served != NULL)
+        populate(state->served, (size_t)state->params->elements * sizeof(*state->served), stop,
+                 context);
 }
 
 void model_state_close(struct model_state *state)
@@ -44,5 +60,6 @@ void model_state_close(struct model_state *state)
     free(state->master);
     free(state->m);
     free(state->v);
+    free(state->served);
     *state = (struct model_state){0};
 }

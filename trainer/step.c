@@ -1,4 +1,5 @@
-// Owns the optimizer step on one rank: memory, micro-steps, anchor groups, update.
+// Owns the step on one rank: memory, micro-steps, anchor groups. The update is step_update.c's, what ranks
+// exchange step_exchange.c's.
 #include "trainer/step.h"
 
 #include <math.h>
@@ -23,20 +24,27 @@ static enum recompute_level recompute_level(const struct execution *execution)
 static void plan_state(struct step *step, struct arena *arena)
 {
     const struct step_setup *s = &step->setup;
-    int64_t elements = s->params->elements;
+    int64_t elements = s->params->elements, own = ownership_elements(s->ownership, s->params);
     enum dtype type = compute_type(s);
-    step->master = arena_take(arena, "optimizer", "master", DTYPE_F32, elements, 1, 1);
+    bool shared = ownership_shared(s->ownership);
+    step->master = arena_take(arena, "optimizer", "master", DTYPE_F32, own, 1, 1);
     step->weights = step->master;
-    if (type != DTYPE_F32)
+    if (type != DTYPE_F32 || shared)
         step->weights = arena_take(arena, "weights", "weights", type, elements, 1, 1);
+    if (type != DTYPE_F32 && shared)
+        step->norms =
+            arena_take(arena, "weights", "norms", DTYPE_F32, s->params->norm_elements, 1, 1);
     if (s->training) {
-        step->m = arena_take(arena, "optimizer", "adam_m", DTYPE_F32, elements, 1, 1);
-        step->v = arena_take(arena, "optimizer", "adam_v", DTYPE_F32, elements, 1, 1);
+        step->m = arena_take(arena, "optimizer", "adam_m", DTYPE_F32, own, 1, 1);
+        step->v = arena_take(arena, "optimizer", "adam_v", DTYPE_F32, own, 1, 1);
         step->grads = arena_take(arena, "gradients", "grads", DTYPE_F32, elements, 1, 1);
         step->squares =
             arena_take(arena, "gradients", "squares", DTYPE_F64, (int64_t)s->params->count, 1, 1);
         step->squares_scratch =
             arena_take(arena, "gradients", "squares_scratch", DTYPE_F64, SUM_SQUARES_PARTS, 1, 1);
+        if (shared)
+            step->own_squares = arena_take(arena, "gradients", "own_squares", DTYPE_F64,
+                                           (int64_t)s->params->count, 1, 1);
     }
     const struct target *t = s->target;
     step->embed =
@@ -49,6 +57,19 @@ static void plan_state(struct step *step, struct arena *arena)
         step->stage.places[i].features =
             arena_take(arena, "features", i == 0 ? "hidden_states" : "next_hidden_states",
                        DTYPE_BF16, s->config->data.seq_len, s->planes, t->hidden_size);
+}
+
+// Ranks that own only some masters read norms, which are not rounded, from an array of their own.
+static bool packs_norms(const struct step_setup *setup)
+{
+    return ownership_shared(setup->ownership) && compute_type(setup) != DTYPE_F32;
+}
+
+static const float *norms_of(const struct step *step)
+{
+    if (packs_norms(&step->setup))
+        return step->norms;
+    return ownership_shared(step->setup.ownership) ? step->weights : step->master;
 }
 
 static void plan_model(struct step *step, struct arena *arena)
@@ -71,7 +92,8 @@ static void plan_model(struct step *step, struct arena *arena)
         .noise_std = (float)config->data.noise_std,
         .embed_scale = t->embed_scale,
         .weights = step->weights,
-        .masters = step->master,
+        .norms = norms_of(step),
+        .norms_packed = packs_norms(s),
         .grads = step->grads,
         .embed = step->embed,
         .embed_rows = t->embed.rows,
@@ -134,6 +156,7 @@ static void open_host(struct step *step)
     step->accepted = memory_alloc(tokens, sizeof(*step->accepted));
     step->slots = memory_alloc(rows, sizeof(*step->slots));
     step->h_squares = s->backend->host_alloc(s->params->count * sizeof(*step->h_squares));
+    step->h_own_squares = s->backend->host_alloc(s->params->count * sizeof(*step->h_own_squares));
     slot_results_open(&step->results, s->execution->group_rows);
     loss_open(&step->loss, s->backend);
 }
@@ -167,6 +190,7 @@ int step_open(struct step *step, const struct step_setup *setup, struct error *e
     step_clock_start(&step->clock, backend, step->stream);
     open_host(step);
     dflash_open(&step->dflash, backend, step->stream);
+    step_exchange_open(step);
     if (setup->training) // what lies between tensors is never written
         backend->zero(step->stream, step->grads, (size_t)setup->params->elements * sizeof(float));
     step_load_frozen(step, &setup->target->embed, step->embed, compute_type(setup));
@@ -187,8 +211,11 @@ void step_close(struct step *step)
     free(step->slots);
     if (step->h_squares != NULL)
         step->setup.backend->host_free(step->h_squares);
+    if (step->h_own_squares != NULL)
+        step->setup.backend->host_free(step->h_own_squares);
     if (step->stream != NULL)
         step->setup.backend->sync(step->stream);
+    step_exchange_close(step);
     step_stage_close(&step->stage);
     transfer_close(&step->transfer);
     if (step->memory != NULL)
@@ -208,8 +235,14 @@ void step_begin(struct step *step)
 {
     dflash_begin_gradients(&step->dflash, step->setup.backend, step->stream);
     step_clock_clear(&step->clock);
+    step_exchange_begin(step);
     step->metrics = (struct metrics){0};
     step->rows = 0;
+}
+
+void step_last_row(struct step *step)
+{
+    step->exchange.final_row = true;
 }
 
 static bool stopped(const struct step *step)
@@ -344,85 +377,6 @@ int step_row_anchors(struct step *step, const struct row *row, const int32_t *an
     if (count > 0)
         memcpy(step->anchors, anchors, (size_t)count * sizeof(*anchors));
     return train_row(step, row, count);
-}
-
-// Sum of squares of every gradient; the tensors' order fixes the order of additions.
-static double gradient_squares(struct step *step, char *nonfinite, size_t size)
-{
-    const struct params *params = step->setup.params;
-    const struct backend *backend = step->setup.backend;
-    for (size_t i = 0; i < params->count; i++)
-        backend->kernels->sum_squares(
-            step->stream, &(struct sum_squares){.count = params->items[i].count,
-                                                .x = step->grads + params->items[i].offset,
-                                                .result = step->squares + i,
-                                                .scratch = step->squares_scratch});
-    backend->copy_out(step->stream, step->h_squares, step->squares, params->count * sizeof(double));
-    backend->sync(step->stream);
-    step_clock_read(&step->clock, backend, step->stream, 0);
-    double sum = 0.0;
-    for (size_t i = 0; i < params->count; i++) {
-        sum += step->h_squares[i];
-        if (!isfinite(step->h_squares[i]) && nonfinite[0] == '\0')
-            snprintf(nonfinite, size, "%s", params->items[i].name);
-    }
-    return sum;
-}
-
-static void update(struct step *step, double lr, int64_t applied_step, double grad_scale)
-{
-    const struct optimizer_config *o = &step->setup.config->optimizer;
-    const struct params *params = step->setup.params;
-    enum dtype type = compute_type(&step->setup);
-    for (size_t i = 0; i < params->count; i++) {
-        const struct param *param = &params->items[i];
-        unsigned char *copy = NULL;
-        if (step->weights != (void *)step->master)
-            copy = (unsigned char *)step->weights + (size_t)param->offset * dtype_size(type);
-        step->setup.backend->kernels->adamw(
-            step->stream, &(struct adamw){.count = param->count,
-                                          .param = step->master + param->offset,
-                                          .m = step->m + param->offset,
-                                          .v = step->v + param->offset,
-                                          .grad = step->grads + param->offset,
-                                          .copy = copy,
-                                          .copy_type = type,
-                                          .lr = lr,
-                                          .beta1 = o->betas.items[0],
-                                          .beta2 = o->betas.items[1],
-                                          .eps = o->eps,
-                                          .weight_decay = param->norm ? 0.0 : o->weight_decay,
-                                          .grad_scale = grad_scale,
-                                          .step = applied_step});
-    }
-}
-
-void step_apply(struct step *step, double lr, int64_t applied_step, struct step_outcome *outcome)
-{
-    const struct config *config = step->setup.config;
-    lap(step, STEP_BETWEEN);
-    *outcome = (struct step_outcome){.clip_factor = 1.0};
-    outcome->weight_sum =
-        config->loss.normalize == NORMALIZE_COUNT ? step->metrics.slots : step->metrics.weight;
-    // D-PACE weights follow the student, so the sum itself may be NaN: that is not an empty step.
-    if (outcome->weight_sum <= 0.0) {
-        outcome->empty = true;
-        step->setup.backend->sync(step->stream);
-        step_clock_read(&step->clock, step->setup.backend, step->stream, 0);
-        return;
-    }
-    double squares = gradient_squares(step, outcome->tensor, sizeof(outcome->tensor));
-    outcome->grad_norm = sqrt(squares) / outcome->weight_sum;
-    if (!isfinite(outcome->grad_norm)) {
-        outcome->nonfinite = true;
-        return;
-    }
-    double clip = config->optimizer.grad_clip;
-    if (clip > 0.0 && outcome->grad_norm > clip)
-        outcome->clip_factor = clip / outcome->grad_norm;
-    update(step, lr, applied_step, outcome->clip_factor / outcome->weight_sum);
-    outcome->applied = true;
-    lap(step, STEP_OPTIMIZER); // read in the next step: nobody waits for the update
 }
 
 int step_evaluate(struct step *step, const struct row *row, struct metrics *metrics,

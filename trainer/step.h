@@ -9,8 +9,11 @@
 #include "loss/loss.h"
 #include "trainer/execution.h"
 #include "trainer/model_state.h"
+#include "trainer/ownership.h"
+#include "trainer/ranks.h"
 #include "trainer/release.h"
 #include "trainer/step_clock.h"
+#include "trainer/step_exchange.h"
 #include "trainer/step_stage.h"
 #include "trainer/transfer.h"
 
@@ -25,7 +28,9 @@ struct step_setup {
     const int32_t *plane; // [sizes->features]
     int32_t last_plane;   // -1: no last hidden state
     enum last_hidden last_hidden;
-    bool training; // false: scoring only, no gradients, no optimizer state
+    bool training;                     // false: scoring only, no gradients, no optimizer state
+    const struct ownership *ownership; // NULL: one rank owns everything
+    struct ranks *ranks;               // connected; NULL: nobody else
 };
 
 // What an observer sees of each anchor group, for traces and tests. Arrays are valid during the call.
@@ -43,15 +48,20 @@ struct step {
     struct stream *stream;
     struct arena arena; // the table of everything on the backend
     void *memory;
-    // flat arrays [params->elements], backend memory
-    void *weights; // compute dtype; the masters themselves when computing in fp32
-    float *master, *m, *v, *grads;
+    // flat arrays, backend memory
+    void *weights; // [params->elements] compute dtype; on one rank in fp32 the masters themselves
+    float *grads;  // [params->elements]
+    float *norms;  // [params->norm_elements] for several ranks that compute in bf16; else NULL
+    float *master, *m, *v;             // [ownership's elements]: on one rank [params->elements]
     void *embed, *head;                // frozen, compute dtype
     float *norm;                       // [H] fp32, frozen
     struct transfer transfer;          // of target and state
     struct step_stage stage;           // features
     double *squares, *squares_scratch; // [param count], [SUM_SQUARES_PARTS]
-    double *h_squares;
+    double *own_squares;               // [param count] of this rank's rows alone; on several ranks
+    double *h_squares, *h_own_squares;
+    struct step_exchange exchange;
+    struct dflash_hooks hooks;
     struct dflash dflash;
     struct loss loss;
     struct block_layout layout;
@@ -80,7 +90,8 @@ void step_load(struct step *step, const struct model_state *state);
 // A tensor of the target to backend memory in `type`.
 void step_load_frozen(struct step *step, const struct target_tensor *tensor, void *to,
                       enum dtype type);
-// Copies masters and moments into the snapshot (not the counters).
+// Copies this rank's masters and moments into the snapshot (not the counters), and what servers read where
+// the snapshot has room for it.
 void step_save(struct step *step, struct model_state *state);
 
 // Begins new sums, of gradients and all else.
@@ -88,6 +99,9 @@ void step_begin(struct step *step);
 // Starts copying the features of a row that step_row or step_evaluate is to run soon: at most one row
 // besides the one that runs next or is running. It must stay as it is until it has been run.
 void step_stage_row(struct step *step, const struct row *row);
+// The row that comes next is this rank's last of the step: its gradients travel while they are made.
+// Optional: those that have not travelled do so in step_apply.
+void step_last_row(struct step *step);
 // Adds a row's gradients; when it returns, the row is not read any more. Returns 1 when stop() asked to give up (the gradients are then useless).
 int step_row(struct step *step, const struct row *row);
 // The same at given positions, ascending, instead of drawn anchors.
@@ -98,14 +112,18 @@ struct step_outcome {
     bool applied;
     bool empty;         // sum of weights 0: nothing changed
     bool nonfinite;     // nothing changed
+    bool stopped;       // some rank has given the step up: nothing changed
     char tensor[96];    // the first tensor whose gradient is not finite
     double grad_norm;   // after normalisation, before clipping
     double clip_factor; // 1: not clipped
     double weight_sum;  // what the gradient was divided by
 };
-// Normalises, clips, updates; returns while the update is still queued, so that its time counts for the
+// Sums over all ranks, normalises, clips, updates; returns while the update is still queued, so that its time counts for the
 // next step. applied_step counts updates from 1 (AdamW's bias correction).
 void step_apply(struct step *step, double lr, int64_t applied_step, struct step_outcome *outcome);
+
+// Where a tensor's weights are read, and in which type; the same on every rank.
+void *step_weights_of(const struct step *step, size_t param, enum dtype *type);
 
 // Scores every valid anchor of a row, adds to metrics and the walk; visit may be NULL. 1: stopped.
 int step_evaluate(struct step *step, const struct row *row, struct metrics *metrics,

@@ -5,7 +5,15 @@
 
 #include "kernels/backend.h"
 
-enum step_part { STEP_FORWARD, STEP_LOSS, STEP_BACKWARD, STEP_OPTIMIZER, STEP_PARTS, STEP_BETWEEN };
+enum step_part {
+    STEP_FORWARD,
+    STEP_LOSS,
+    STEP_BACKWARD,
+    STEP_OPTIMIZER,
+    STEP_EXCHANGE,
+    STEP_PARTS,
+    STEP_BETWEEN
+};
 
 struct step_clock {
     double seconds[STEP_PARTS];             // of the laps that have been read

@@ -1,6 +1,10 @@
 // Owns what goes into a step before it runs and comes out of it afterwards: target, weights, moments.
 #include "trainer/step.h"
 
+#include <stdlib.h>
+
+#include "base/log.h"
+
 struct frozen {
     const struct target_tensor *tensor;
     enum dtype type; // as it is on the backend
@@ -32,16 +36,49 @@ void step_load_frozen(struct step *step, const struct target_tensor *tensor, voi
                 convert_frozen, &frozen);
 }
 
-static size_t state_bytes(const struct step *step)
+static size_t own_bytes(const struct step *step)
 {
-    return (size_t)step->setup.params->elements * sizeof(float);
+    return (size_t)ownership_elements(step->setup.ownership, step->setup.params) * sizeof(float);
+}
+
+// An own tensor's weights, from its master.
+static void make_tensor(struct step *step, size_t i)
+{
+    const struct step_setup *s = &step->setup;
+    enum dtype type;
+    void *weights = step_weights_of(step, i, &type);
+    const float *master = step->master + ownership_offset(s->ownership, s->params, i);
+    int64_t count = s->params->items[i].count;
+    if (type == DTYPE_F32)
+        s->backend->copy(step->stream, weights, master, (size_t)count * sizeof(float));
+    else
+        s->backend->kernels->convert(step->stream, &(struct convert){.count = count,
+                                                                     .from = master,
+                                                                     .to = weights,
+                                                                     .from_type = DTYPE_F32,
+                                                                     .to_type = type});
+}
+
+// From the masters of all ranks.
+static void share_weights(struct step *step)
+{
+    const struct params *params = step->setup.params;
+    for (int part = 0; part < params->parts; part++) {
+        for (size_t i = 0; i < params->count; i++)
+            if (params->items[i].part == part && ownership_mine(step->setup.ownership, i))
+                make_tensor(step, i);
+        step_exchange_weights(step, part);
+    }
+    step_exchange_settle(step);
 }
 
 // The weights in compute type, from the masters.
 static void make_weights(struct step *step)
 {
     const struct backend *backend = step->setup.backend;
-    if (step->weights != (void *)step->master)
+    if (step->exchange.shared)
+        share_weights(step);
+    else if (step->weights != (void *)step->master)
         backend->kernels->convert(step->stream,
                                   &(struct convert){.count = step->setup.params->elements,
                                                     .from = step->master,
@@ -53,10 +90,12 @@ static void make_weights(struct step *step)
 
 void step_load(struct step *step, const struct model_state *state)
 {
-    transfer_in(&step->transfer, step->master, state_bytes(step), transfer_copy, state->master);
+    size_t bytes = own_bytes(step);
+    BUG_UNLESS(model_state_bytes(state) == bytes);
+    transfer_in(&step->transfer, step->master, bytes, transfer_copy, state->master);
     if (step->setup.training) {
-        transfer_in(&step->transfer, step->m, state_bytes(step), transfer_copy, state->m);
-        transfer_in(&step->transfer, step->v, state_bytes(step), transfer_copy, state->v);
+        transfer_in(&step->transfer, step->m, bytes, transfer_copy, state->m);
+        transfer_in(&step->transfer, step->v, bytes, transfer_copy, state->v);
     }
     make_weights(step);
 }
@@ -64,32 +103,79 @@ void step_load(struct step *step, const struct model_state *state)
 struct initial {
     const struct step *step;
     const struct release *release;
+    int64_t first; // element of the flat array that is made first
 };
 
 static void initial_values(void *context, size_t at, size_t bytes, void *out)
 {
     const struct initial *initial = context;
     const struct step_setup *setup = &initial->step->setup;
-    int64_t first = (int64_t)(at / sizeof(float)), count = (int64_t)(bytes / sizeof(float));
+    int64_t first = initial->first + (int64_t)(at / sizeof(float));
+    int64_t count = (int64_t)(bytes / sizeof(float));
     params_values(setup->params, (uint64_t)setup->config->run.seed, setup->config->drafter.init_std,
                   first, count, out);
     release_values(initial->release, setup->params, first, count, out);
 }
 
+static void initialize_own(struct step *step, struct initial *initial)
+{
+    const struct step_setup *s = &step->setup;
+    for (size_t i = 0; i < s->params->count; i++) {
+        if (!ownership_mine(s->ownership, i))
+            continue;
+        initial->first = s->params->items[i].offset;
+        transfer_in(&step->transfer, step->master + ownership_offset(s->ownership, s->params, i),
+                    (size_t)s->params->items[i].count * sizeof(float), initial_values, initial);
+    }
+}
+
 void step_initialize(struct step *step, const struct release *release)
 {
     const struct backend *backend = step->setup.backend;
-    struct initial initial = {step, release};
-    backend->zero(step->stream, step->m, state_bytes(step));
-    backend->zero(step->stream, step->v, state_bytes(step));
-    transfer_in(&step->transfer, step->master, state_bytes(step), initial_values, &initial);
+    struct initial initial = {step, release, 0};
+    size_t bytes = own_bytes(step);
+    backend->zero(step->stream, step->m, bytes);
+    backend->zero(step->stream, step->v, bytes);
+    if (ownership_shared(step->setup.ownership)) {
+        backend->zero(step->stream, step->master, bytes);
+        backend->sync(step->stream);
+        initialize_own(step, &initial);
+    } else {
+        transfer_in(&step->transfer, step->master, bytes, initial_values, &initial);
+    }
     make_weights(step);
+}
+
+// Every tensor's weights, rounded as in an export.
+static void save_served(struct step *step, bf16 *served)
+{
+    const struct params *params = step->setup.params;
+    int64_t largest = 0;
+    for (size_t i = 0; i < params->count; i++)
+        largest = params->items[i].count > largest ? params->items[i].count : largest;
+    float *values = memory_alloc((size_t)largest, sizeof(*values));
+    for (size_t i = 0; i < params->count; i++) {
+        enum dtype type;
+        const void *weights = step_weights_of(step, i, &type);
+        int64_t count = params->items[i].count;
+        bf16 *to = served + params->items[i].offset;
+        transfer_out(&step->transfer, weights, (size_t)count * dtype_size(type),
+                     type == DTYPE_F32 ? (void *)values : (void *)to);
+        for (int64_t k = 0; type == DTYPE_F32 && k < count; k++)
+            to[k] = bf16_from_float(values[k]);
+    }
+    free(values);
 }
 
 void step_save(struct step *step, struct model_state *state)
 {
+    size_t bytes = own_bytes(step);
+    BUG_UNLESS(model_state_bytes(state) == bytes);
+    step_exchange_settle(step);
     step->setup.backend->sync(step->stream);
-    transfer_out(&step->transfer, step->master, state_bytes(step), state->master);
-    transfer_out(&step->transfer, step->m, state_bytes(step), state->m);
-    transfer_out(&step->transfer, step->v, state_bytes(step), state->v);
+    transfer_out(&step->transfer, step->master, bytes, state->master);
+    transfer_out(&step->transfer, step->m, bytes, state->m);
+    transfer_out(&step->transfer, step->v, bytes, state->v);
+    if (state->served != NULL)
+        save_served(step, state->served);
 }
