@@ -164,7 +164,9 @@
     TEXT(algorithms, NULL, FREE, "folder, by its absolute path, of the GEMM algorithms that runs on a GPU chose by timing and later runs take; none: each run times its own, results are the same; default: .cache/dtrain in the home folder")
 
 #define PARALLEL_KEYS(TEXT, PATH, INT, REAL, FLAG, CHOICE, TEXTS, PATHS, INTS, REALS) \
-    INT(gpus, 0, 0, 4096, FREE, "GPUs to train on; 0: as many as can be used, which is one in this version; more than 1 is taken with a warning") \
+    INT(gpus, 0, 0, 4096, FREE, "ranks that dtrain starts on this machine when no launcher has started it, one for each GPU; 0: as many as there are GPUs, but not more than data.rows_per_step") \
+    INT(port, 0, 0, 65535, FREE, "TCP port on which rank 0 expects the other ranks; 0: chosen, see docs/ranks.md") \
+    INT(timeout, 300, 1, 86400, FREE, "seconds after which a rank that is not heard of, or that the others wait for, ends the run; more than the longest that one rank alone may be busy") \
     INT(threads, 0, 0, 4096, FREE, "CPU threads of the step; 0: one per core")
 
 #define LOG_KEYS(TEXT, PATH, INT, REAL, FLAG, CHOICE, TEXTS, PATHS, INTS, REALS) \
