@@ -25,6 +25,7 @@ struct step_setup {
     const int32_t *plane; // [sizes->features]
     int32_t last_plane;   // -1: no last hidden state
     enum last_hidden last_hidden;
+    bool float8;   // of the rows' features
     bool training; // false: scoring only, no gradients, no optimizer state
 };
 
@@ -67,6 +68,9 @@ struct step {
     bool (*stop)(void *context);
     void *stop_context;
 };
+
+// How the features of the rows lie in memory.
+struct feature_layout step_features(const struct step_setup *setup);
 
 // Fills the plan without taking memory (arena table and sum) ...
 void step_plan(struct arena *arena, const struct step_setup *setup);
