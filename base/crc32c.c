@@ -107,3 +107,27 @@ uint32_t crc32c(uint32_t crc, const void *bytes, size_t n)
     return has_instruction ? ~advance_by_instruction(~crc, bytes, n)
                            : ~advance_by_table(~crc, bytes, n);
 }
+
+// a after one more bit that is 0, as polynomials modulo the CRC's: the highest power is the lowest bit.
+static uint32_t times_x(uint32_t a)
+{
+    return (a >> 1) ^ (0x82f63b78u & (0u - (a & 1u)));
+}
+
+static uint32_t multiply(uint32_t a, uint32_t b)
+{
+    uint32_t product = 0;
+    for (uint32_t bit = 1u << 31; bit != 0; bit >>= 1, b = times_x(b))
+        if (a & bit)
+            product ^= b;
+    return product;
+}
+
+uint32_t crc32c_join(uint32_t a, uint32_t b, uint64_t b_bytes)
+{
+    uint32_t power = 1u << 31, square = 1u << 23; // 1, and x^8: a byte
+    for (; b_bytes > 0; b_bytes >>= 1, square = multiply(square, square))
+        if (b_bytes & 1)
+            power = multiply(power, square);
+    return multiply(power, a) ^ b;
+}

@@ -160,9 +160,9 @@ static void bench_open(struct bench *bench, const struct size *size)
                                            .head = take_random(bench, size->vocab * h, scale)};
     bench->group = (struct loss_group){.rows = rows,
                                        .hidden = take_random(bench, rows * h, 1.0f),
-                                       .features = take_random(bench, size->tokens * h, 1.0f),
+                                       .last = take_random(bench, size->tokens * h, 1.0f),
+                                       .last_stride = h,
                                        .tokens = size->tokens,
-                                       .planes = 1,
                                        .dhidden = take_random(bench, rows * h, 1.0f)};
     make_slots(bench, size);
     slot_results_open(&bench->results, rows);
@@ -185,7 +185,7 @@ static void bench_close(struct bench *bench)
     bench->backend.free(bench->memory);
     bench->backend.free((void *)bench->options.head);
     bench->backend.free((void *)bench->group.hidden);
-    bench->backend.free((void *)bench->group.features);
+    bench->backend.free((void *)bench->group.last);
     bench->backend.free(bench->group.dhidden);
 }
 

@@ -390,14 +390,24 @@ static void bind_context(struct bench *bench, const struct sizes *s, struct job 
         job->planes[l] = (int32_t)l;
     job->op.context_load =
         (struct context_load){.tokens = s->t,
-                              .planes = s->l,
                               .layers = s->l,
                               .hidden = s->h,
                               .in = bench_take_in(bench, DTYPE_BF16, s->t * s->l * s->h),
+                              .in_bytes = s->l * s->h * (int64_t)dtype_size(DTYPE_BF16),
                               .plane = job->planes,
                               .type = bench->type,
                               .out = bench_take_out(bench, bench->type, s->t * s->l * s->h)};
     job->call = call_context_load;
+}
+
+static void bind_float8_context(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    bind_context(bench, s, job);
+    struct context_load *op = &job->op.context_load;
+    bench->bytes -= (double)(s->t * s->l * s->h); // a byte a value
+    op->in_bytes = s->l * s->h;
+    op->scales = take_positive(bench, s->t * s->l);
+    op->scale_stride = s->l;
 }
 
 static void bind_noisy_context(struct bench *bench, const struct sizes *s, struct job *job)
@@ -479,6 +489,7 @@ const struct row bench_rows[] = {
     {"scatter_rows", "gradient", bind_scatter},
     {"context_load", "plain", bind_context},
     {"context_load", "noise", bind_noisy_context},
+    {"context_load", "float8", bind_float8_context},
     {"adamw", "all", bind_adamw},
     {"sum_squares", "all", bind_sum_squares},
     {"convert", "context", bind_convert},

@@ -82,7 +82,7 @@ static void reserve_tokens(struct check *check, int64_t tokens)
 // Rows of features that are read at once.
 static int64_t reserve_hidden(struct check *check, const struct shard *shard, int64_t length)
 {
-    int64_t values = shard->planes * shard->hidden_size;
+    int64_t values = shard->features.stride;
     int64_t rows = PIECE_BYTES / (values * (int64_t)sizeof(bf16));
     rows = rows < 1 ? 1 : rows;
     rows = rows < length ? rows : length;

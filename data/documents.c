@@ -251,6 +251,7 @@ static void take_common_facts(struct documents *documents)
     documents->hidden_size = first->hidden_size;
     documents->vocab_size = first->vocab_size;
     documents->planes = first->planes;
+    documents->features = first->features;
     documents->shard_layers = first->layers;
     documents->last_hidden = first->last_hidden;
     documents->target_model = memory_strdup(first->target_model);

@@ -23,7 +23,8 @@ struct documents {
     size_t count;
     // of all shards together; every shard must agree
     int64_t hidden_size, vocab_size;
-    int64_t planes;     // P as stored
+    int64_t planes; // P as stored
+    struct feature_layout features;
     int64_t *layer_ids; // [shard_layers] as stored
     int64_t shard_layers;
     enum last_hidden last_hidden;

@@ -133,6 +133,22 @@ void packing_make(struct packing *packing, const struct documents *documents, in
     free(row_of);
 }
 
+void packing_keep(struct packing *packing, const int32_t *owner, int32_t keep)
+{
+    int64_t rows = 0, documents = 0;
+    for (int64_t r = 0; r < packing->rows; r++) {
+        int64_t begin = packing->row_offsets[r], end = packing->row_offsets[r + 1];
+        if (owner[r] != keep)
+            continue;
+        for (int64_t d = begin; d < end; d++)
+            packing->document[documents + d - begin] = packing->document[d];
+        packing->row_offsets[rows++] = documents; // of row r at most, which has been read
+        documents += end - begin;
+    }
+    packing->row_offsets[rows] = documents;
+    packing->rows = rows;
+}
+
 void packing_release(struct packing *packing)
 {
     free(packing->document);

@@ -16,6 +16,8 @@ struct packing {
 // shuffle false (validation): the documents' own order.
 void packing_make(struct packing *packing, const struct documents *documents, int64_t seq_len,
                   uint64_t seed, uint64_t epoch, bool shuffle);
+// Leaves only the rows r with owner[r] == keep, in their order. `tokens` stays that of all rows.
+void packing_keep(struct packing *packing, const int32_t *owner, int32_t keep);
 void packing_release(struct packing *packing);
 
 #endif

@@ -135,7 +135,7 @@ static void plan_row(struct prefetch *prefetch, struct place *place)
 // what is bad.
 static void blank_document(struct row *row, int64_t begin, int64_t length)
 {
-    size_t token_values = (size_t)(row->planes * row->hidden_size);
+    size_t token_values = (size_t)row->features.stride;
     memset(row->input_ids + begin, 0, (size_t)length * sizeof(*row->input_ids));
     memset(row->loss_mask + begin, 0, (size_t)length);
     memset(row->blank + begin, 1, (size_t)length);
@@ -146,7 +146,7 @@ static void blank_document(struct row *row, int64_t begin, int64_t length)
 static int read_document(struct prefetch *prefetch, struct row *row, int64_t d, struct error *err)
 {
     int64_t begin = row->doc_offsets[d], length = row->doc_offsets[d + 1] - begin;
-    bf16 *hidden = row->hidden + begin * row->planes * row->hidden_size;
+    bf16 *hidden = row->hidden + begin * row->features.stride;
     for (int64_t t = 0; t < length; t++) {
         row->positions[begin + t] = (int32_t)t;
         row->doc_of[begin + t] = (int32_t)d;
@@ -165,7 +165,7 @@ static void finish_row(struct prefetch *prefetch, struct place *place)
     for (int64_t t = 0; t < row->tokens; t++)
         row->supervised += row->loss_mask[t];
     row->read_bytes = row->tokens * (int64_t)(sizeof(*row->input_ids) + sizeof(*row->loss_mask)) +
-                      row->tokens * row->planes * row->hidden_size * (int64_t)sizeof(bf16);
+                      row->tokens * feature_layout_file_bytes(&row->features);
     place->state = PLACE_READY;
     prefetch->halted = prefetch->halted || place->failed >= 0;
 }
@@ -296,8 +296,8 @@ int prefetch_open(struct prefetch **prefetch, struct source *source,
     p->place_count = options->depth + 1;
     p->places = memory_alloc((size_t)p->place_count, sizeof(*p->places));
     for (int64_t i = 0; i < p->place_count; i++)
-        row_open(&p->places[i].row, options->seq_len, source->documents->planes,
-                 source->documents->hidden_size, options->host_alloc);
+        row_open(&p->places[i].row, options->seq_len, &source->documents->features,
+                 options->host_alloc);
     p->readers = memory_alloc((size_t)options->threads, sizeof(*p->readers));
     open_synchronisation(p);
     if (start_readers(p, err) != 0) {

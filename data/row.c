@@ -6,12 +6,15 @@
 #include "base/log.h"
 #include "base/memory.h"
 
-void row_open(struct row *row, int64_t capacity, int64_t planes, int64_t hidden_size,
+void row_open(struct row *row, int64_t capacity, const struct feature_layout *features,
               void *(*host_alloc)(size_t))
 {
-    BUG_UNLESS(capacity > 0 && planes > 0 && hidden_size > 0);
+    BUG_UNLESS(capacity > 0 && features->planes > 0 && features->hidden_size > 0);
     size_t n = (size_t)capacity; // a document has at least one token, so also the most documents
-    *row = (struct row){.capacity = capacity, .planes = planes, .hidden_size = hidden_size};
+    *row = (struct row){.capacity = capacity,
+                        .planes = features->planes,
+                        .hidden_size = features->hidden_size,
+                        .features = *features};
     row->input_ids = memory_alloc(n, sizeof(*row->input_ids));
     row->positions = memory_alloc(n, sizeof(*row->positions));
     row->doc_of = memory_alloc(n, sizeof(*row->doc_of));
@@ -20,7 +23,7 @@ void row_open(struct row *row, int64_t capacity, int64_t planes, int64_t hidden_
     row->doc_ids = memory_alloc(n, sizeof(*row->doc_ids));
     row->docs = memory_alloc(n, sizeof(*row->docs));
     row->blank = memory_alloc(n, sizeof(*row->blank));
-    size_t bytes = n * (size_t)planes * (size_t)hidden_size * sizeof(*row->hidden);
+    size_t bytes = n * (size_t)features->stride * sizeof(*row->hidden);
     row->hidden = host_alloc != NULL ? host_alloc(bytes) : malloc(bytes);
     if (row->hidden == NULL)
         die("out of host memory: %zu bytes wanted for the features of a row of %lld tokens", bytes,

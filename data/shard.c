@@ -16,11 +16,13 @@ enum {
     FORMAT_VERSION = 1,
     LAYERS_MAX = 1024,
     HIDDEN_SIZE_MAX = 1 << 20,
+    APART_BYTES = 128 << 10,
 };
 
 struct shard_files {
     struct hdf5_file file;
     struct hdf5_array ids, mask, hidden;
+    struct hdf5_array scales, last; // float8
     struct hdf5_array top1, top1_logit, lse;
     atomic_bool slow_told;
 };
@@ -73,22 +75,21 @@ static int check_format(const struct shard *shard, struct error *err)
     return result;
 }
 
-static int check_dtype(const struct shard *shard, struct error *err)
+static int read_dtype(const struct shard *shard, bool *float8, struct error *err)
 {
     char *dtype = NULL;
     int result = required_text(shard, "dtype", &dtype, err);
     if (result != 0)
         return -1;
-    if (strcmp(dtype, "float8_e4m3") == 0)
-        result = error_add(err, "%s: dtype float8_e4m3 is not supported yet; write bfloat16",
-                           shard->path);
-    else if (strcmp(dtype, "float16") == 0)
+    *float8 = strcmp(dtype, "float8_e4m3") == 0;
+    if (strcmp(dtype, "float16") == 0)
         result = error_add(
             err, "%s: dtype float16 is refused: hidden states overflow it; write bfloat16",
             shard->path);
-    else if (strcmp(dtype, "bfloat16") != 0)
-        result = error_add(err, "%s: attribute dtype is \"%s\"; bfloat16 is possible", shard->path,
-                           dtype);
+    else if (!*float8 && strcmp(dtype, "bfloat16") != 0)
+        result =
+            error_add(err, "%s: attribute dtype is \"%s\"; bfloat16 and float8_e4m3 are possible",
+                      shard->path, dtype);
     free(dtype);
     return result;
 }
@@ -147,13 +148,16 @@ static int read_attributes(struct shard *shard, struct error *err)
     if (check_format(shard, err) != 0)
         return -1;
     int result = 0;
+    bool float8 = false;
     result |= required_text(shard, "target_model", &shard->target_model, err);
     result |= read_layer_ids(shard, err);
     result |= required_integer(shard, "hidden_size", HIDDEN_SIZE_MAX, &shard->hidden_size, err);
     result |= required_integer(shard, "vocab_size", INT32_MAX, &shard->vocab_size, err);
-    result |= check_dtype(shard, err);
+    result |= read_dtype(shard, &float8, err);
     result |= read_last_hidden(shard, err);
-    shard->planes = shard->layers + (shard->last_hidden != LAST_HIDDEN_ABSENT);
+    bool has_last = shard->last_hidden != LAST_HIDDEN_ABSENT;
+    shard->planes = shard->layers + has_last;
+    shard->features = feature_layout_make(shard->planes, has_last, shard->hidden_size, float8);
     return result;
 }
 
@@ -169,30 +173,53 @@ static int open_array(const struct shard *shard, struct hdf5_array *array, const
     return 0;
 }
 
-static int open_hidden(struct shard *shard, struct error *err)
+// A dataset of the bits of floats: bytes of e4m3, or bfloat16.
+static int open_bits(const struct shard *shard, struct hdf5_array *array, const char *name,
+                     int dims, size_t size, struct error *err)
+{
+    const char *wanted = size == 1 ? "codes of float8_e4m3 as uint8"
+                                   : "the bits of bfloat16 as little-endian uint16";
+    if (hdf5_array_open(array, &shard->files->file, name, dims, err) != 0)
+        return -1;
+    if (array->kind == HDF5_FLOAT)
+        return error_add(err, "%s: %s is float%d; %s are wanted", shard->path, name,
+                         (int)(8 * array->stored_size), wanted);
+    if (array->stored_size != size || (size > 1 && array->big_endian))
+        return error_add(err, "%s: %s has %s integers of %d bits; %s are wanted", shard->path, name,
+                         array->big_endian ? "big-endian" : "little-endian",
+                         (int)(8 * array->stored_size), wanted);
+    if (array->shape[dims - 1] != shard->hidden_size)
+        return error_add(err, "%s: %s is %lld wide; hidden_size is %lld", shard->path, name,
+                         (long long)array->shape[dims - 1], (long long)shard->hidden_size);
+    return 0;
+}
+
+// What a float8 shard has beside its codes.
+static int open_float8(const struct shard *shard, struct error *err)
+{
+    struct shard_files *files = shard->files;
+    int result = open_array(shard, &files->scales, "scales", 2, HDF5_FLOAT, err);
+    if (result == 0 && files->scales.shape[1] != shard->layers)
+        result = error_add(err, "%s: scales has %lld planes; there are %lld layer ids", shard->path,
+                           (long long)files->scales.shape[1], (long long)shard->layers);
+    if (shard->last_hidden != LAST_HIDDEN_ABSENT)
+        result |= open_bits(shard, &files->last, "last_hidden", 2, 2, err);
+    return result;
+}
+
+static int open_hidden(const struct shard *shard, struct error *err)
 {
     struct hdf5_array *hidden = &shard->files->hidden;
-    if (hdf5_array_open(hidden, &shard->files->file, "hidden_states", 3, err) != 0)
-        return -1;
-    if (hidden->kind == HDF5_FLOAT)
-        return error_add(err,
-                         "%s: hidden_states is float%d; the bits of bfloat16 as uint16 are wanted",
-                         shard->path, (int)(8 * hidden->stored_size));
-    if (hidden->stored_size != 2 || hidden->big_endian)
-        return error_add(err,
-                         "%s: hidden_states has %s integers of %d bits; the bits of bfloat16 as "
-                         "little-endian uint16 are wanted",
-                         shard->path, hidden->big_endian ? "big-endian" : "little-endian",
-                         (int)(8 * hidden->stored_size));
-    int result = 0;
-    if (hidden->shape[1] != shard->planes)
-        result = error_add(err, "%s: hidden_states has %lld planes; %lld layer ids%s make %lld",
-                           shard->path, (long long)hidden->shape[1], (long long)shard->layers,
-                           shard->planes > shard->layers ? " and a last hidden state" : "",
-                           (long long)shard->planes);
-    if (hidden->shape[2] != shard->hidden_size)
-        result = error_add(err, "%s: hidden_states is %lld wide; hidden_size is %lld", shard->path,
-                           (long long)hidden->shape[2], (long long)shard->hidden_size);
+    const struct feature_layout *f = &shard->features;
+    int result = open_bits(shard, hidden, "hidden_states", 3, f->float8 ? 1 : 2, err);
+    int64_t planes = f->float8 ? f->layers : f->planes;
+    if (result == 0 && hidden->shape[1] != planes)
+        result =
+            error_add(err, "%s: hidden_states has %lld planes; %lld layer ids%s make %lld",
+                      shard->path, (long long)hidden->shape[1], (long long)shard->layers,
+                      planes > shard->layers ? " and a last hidden state" : "", (long long)planes);
+    if (f->float8)
+        result |= open_float8(shard, err);
     return result;
 }
 
@@ -345,6 +372,10 @@ static int check_rows(const struct shard *shard, struct error *err)
     const struct shard_files *files = shard->files;
     int result = check_token_rows(shard, &files->mask, err);
     result |= check_token_rows(shard, &files->hidden, err);
+    if (shard->features.float8)
+        result |= check_token_rows(shard, &files->scales, err);
+    if (shard->features.float8 && shard->features.last >= 0)
+        result |= check_token_rows(shard, &files->last, err);
     if (shard->has_teacher) {
         result |= check_token_rows(shard, &files->top1, err);
         result |= check_token_rows(shard, &files->top1_logit, err);
@@ -353,21 +384,31 @@ static int check_rows(const struct shard *shard, struct error *err)
     return result;
 }
 
+enum { ARRAYS = 8 };
+
+static void arrays_of(struct shard_files *files, struct hdf5_array *arrays[ARRAYS])
+{
+    struct hdf5_array *all[ARRAYS] = {&files->ids,        &files->mask, &files->hidden,
+                                      &files->scales,     &files->last, &files->top1,
+                                      &files->top1_logit, &files->lse};
+    memcpy(arrays, all, sizeof(all));
+}
+
 static void files_init(struct shard_files *files)
 {
+    struct hdf5_array *arrays[ARRAYS];
     files->file = (struct hdf5_file){.id = -1, .fd = -1};
-    struct hdf5_array *arrays[] = {&files->ids,  &files->mask,       &files->hidden,
-                                   &files->top1, &files->top1_logit, &files->lse};
-    for (size_t i = 0; i < sizeof(arrays) / sizeof(arrays[0]); i++)
+    arrays_of(files, arrays);
+    for (int i = 0; i < ARRAYS; i++)
         arrays[i]->id = -1;
 }
 
 // With every array read by pread, libhdf5's handle and its caches are not needed any more.
 static void drop_library(struct shard_files *files)
 {
-    const struct hdf5_array *arrays[] = {&files->ids,  &files->mask,       &files->hidden,
-                                         &files->top1, &files->top1_logit, &files->lse};
-    for (size_t i = 0; i < sizeof(arrays) / sizeof(arrays[0]); i++)
+    struct hdf5_array *arrays[ARRAYS];
+    arrays_of(files, arrays);
+    for (int i = 0; i < ARRAYS; i++)
         if (arrays[i]->id >= 0)
             return;
     hdf5_file_close_library(&files->file);
@@ -408,13 +449,11 @@ void shard_close(struct shard *shard)
 {
     struct shard_files *files = shard->files;
     if (files != NULL) {
+        struct hdf5_array *arrays[ARRAYS];
+        arrays_of(files, arrays);
         hdf5_lock();
-        hdf5_array_close(&files->ids);
-        hdf5_array_close(&files->mask);
-        hdf5_array_close(&files->hidden);
-        hdf5_array_close(&files->top1);
-        hdf5_array_close(&files->top1_logit);
-        hdf5_array_close(&files->lse);
+        for (int i = 0; i < ARRAYS; i++)
+            hdf5_array_close(arrays[i]);
         hdf5_file_close(&files->file);
         hdf5_unlock();
         free(files);
@@ -463,17 +502,55 @@ int shard_read_mask(const struct shard *shard, int64_t first, int64_t count, uin
     return read_integers(shard, &shard->files->mask, first, count, sizeof(*mask), false, mask, err);
 }
 
+// Rows of one dataset to `to`, `stride` bytes apart, through a piece that stays in the cache.
+static int read_apart(const struct shard *shard, const struct hdf5_array *array, int64_t first,
+                      int64_t count, unsigned char *to, size_t stride, struct error *err)
+{
+    size_t row = (size_t)array->row_elements * array->element_size;
+    if (row == 0)
+        return 0;
+    int64_t rows = (int64_t)(APART_BYTES / row) + 1;
+    unsigned char *piece = memory_alloc((size_t)(rows < count ? rows : count), row);
+    int result = 0;
+    for (int64_t at = 0; at < count && result == 0; at += rows) {
+        int64_t some = count - at < rows ? count - at : rows;
+        result = read_rows(shard, array, first + at, some, piece, err);
+        for (int64_t i = 0; i < some && result == 0; i++)
+            memcpy(to + (size_t)(at + i) * stride, piece + (size_t)i * row, row);
+    }
+    free(piece);
+    return result;
+}
+
+static int read_features(const struct shard *shard, int64_t first, int64_t count, bf16 *hidden,
+                         struct error *err)
+{
+    const struct shard_files *files = shard->files;
+    const struct feature_layout *f = &shard->features;
+    size_t stride = (size_t)f->stride * sizeof(*hidden);
+    unsigned char *scales = (unsigned char *)hidden;
+    if (!f->float8)
+        return read_rows(shard, &files->hidden, first, count, hidden, err);
+    if (read_apart(shard, &files->scales, first, count, scales, stride, err) != 0 ||
+        read_apart(shard, &files->hidden, first, count, (unsigned char *)(hidden + f->codes),
+                   stride, err) != 0)
+        return -1;
+    return f->last < 0 ? 0
+                       : read_apart(shard, &files->last, first, count,
+                                    (unsigned char *)(hidden + f->last), stride, err);
+}
+
 int shard_read_hidden(const struct shard *shard, int64_t first, int64_t count, bf16 *hidden,
                       struct error *err)
 {
     const struct hdf5_array *array = &shard->files->hidden;
     if (array->access != HDF5_LIBRARY)
-        return read_rows(shard, array, first, count, hidden, err);
+        return read_features(shard, first, count, hidden, err);
     double start = timer_now();
-    int result = read_rows(shard, array, first, count, hidden, err);
+    int result = read_features(shard, first, count, hidden, err);
     double seconds = timer_now() - start;
     if (result == 0 && !atomic_exchange(&shard->files->slow_told, true)) {
-        double bytes = (double)count * (double)array->row_elements * (double)sizeof(bf16);
+        double bytes = (double)(count * feature_layout_file_bytes(&shard->features));
         log_warn("%s: hidden_states is %s, so one thread at a time reads it: %.1f MB/s measured on "
                  "%.3f MB; h5repack -l hidden_states:CONTI -f hidden_states:NONE makes it fast",
                  shard->path, array->slow_reason, bytes / (seconds > 1e-9 ? seconds : 1e-9) * 1e-6,
@@ -505,6 +582,7 @@ static int differs(const struct shard *first, const struct shard *second, const 
 int shard_compare(const struct shard *first, const struct shard *second, struct error *err)
 {
     static const char *const kinds[] = {"pre_norm", "post_norm", "absent"};
+    static const char *const dtypes[] = {"bfloat16", "float8_e4m3"};
     int result =
         differs(first, second, "hidden_size", first->hidden_size, second->hidden_size, err);
     result |= differs(first, second, "vocab_size", first->vocab_size, second->vocab_size, err);
@@ -514,6 +592,10 @@ int shard_compare(const struct shard *first, const struct shard *second, struct 
         layers = differs(first, second, "a value of target_layer_ids", first->layer_ids[i],
                          second->layer_ids[i], err);
     result |= layers;
+    if (first->features.float8 != second->features.float8)
+        result =
+            error_add(err, "%s: dtype is %s, but %s in %s", second->path,
+                      dtypes[second->features.float8], dtypes[first->features.float8], first->path);
     if (first->last_hidden != second->last_hidden)
         result = error_add(err, "%s: last_hidden is %s, but %s in %s", second->path,
                            kinds[second->last_hidden], kinds[first->last_hidden], first->path);

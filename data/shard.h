@@ -8,6 +8,7 @@
 
 #include "base/bf16.h"
 #include "base/error.h"
+#include "data/features.h"
 
 enum last_hidden { LAST_HIDDEN_PRE_NORM, LAST_HIDDEN_POST_NORM, LAST_HIDDEN_ABSENT };
 
@@ -19,10 +20,11 @@ struct shard {
     int64_t planes;     // P = L + 1 with the last hidden state as last plane, or L
     int64_t hidden_size, vocab_size;
     enum last_hidden last_hidden;
-    int64_t tokens;       // N
-    int64_t documents;    // D
-    int64_t *doc_offsets; // [D + 1]
-    uint64_t *doc_ids;    // [D]; made from file name and index when the shard has none
+    struct feature_layout features; // of what shard_read_hidden gives
+    int64_t tokens;                 // N
+    int64_t documents;              // D
+    int64_t *doc_offsets;           // [D + 1]
+    uint64_t *doc_ids;              // [D]; made from file name and index when the shard has none
     bool has_doc_ids;
     uint32_t *doc_crc32c; // [D] or NULL
     bool has_teacher;     // teacher_top1, teacher_top1_logit, teacher_lse are there
@@ -33,7 +35,7 @@ struct shard {
 
 // Reads attributes and doc_offsets, and finds where every dataset lies. Structural faults (missing or
 // wrong attributes, shapes that disagree, truncated file, bad offsets) are errors that name file,
-// dataset and document. float8 shards are refused by name. Must be called from one thread at a time
+// dataset and document. Must be called from one thread at a time
 // (libhdf5); the reads below from any.
 int shard_open(struct shard *shard, const char *path, struct error *err);
 void shard_close(struct shard *shard);
@@ -43,7 +45,7 @@ int shard_read_ids(const struct shard *shard, int64_t first, int64_t count, int3
                    struct error *err);
 int shard_read_mask(const struct shard *shard, int64_t first, int64_t count, uint8_t *mask,
                     struct error *err);
-// hidden: [count, P, H] bf16.
+// hidden: `count` tokens, laid out as shard->features says; without float8, [count, P, H] bf16.
 int shard_read_hidden(const struct shard *shard, int64_t first, int64_t count, bf16 *hidden,
                       struct error *err);
 int shard_read_teacher(const struct shard *shard, int64_t first, int64_t count, int32_t *top1,
@@ -75,8 +77,11 @@ struct shard_content {
     const int64_t *doc_offsets; // [D + 1]
     const int32_t *input_ids;   // [N]
     const uint8_t *loss_mask;   // [N]
-    const bf16 *hidden_states;  // [N, P, H]
-    const uint64_t *doc_ids;    // [D] or NULL
+    const bf16
+        *hidden_states;   // [N, P, H]; with codes only the last plane [N, H], or NULL when absent
+    const uint8_t *codes; // float8: [N, L, H] e4m3; NULL: bf16
+    const float *scales;  // float8: [N, L]
+    const uint64_t *doc_ids; // [D] or NULL
     bool write_crc;
     const int32_t *teacher_top1; // [N] or NULL, then all three
     const float *teacher_top1_logit, *teacher_lse;

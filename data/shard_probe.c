@@ -59,7 +59,7 @@ static void limit_time(void)
 static void read_ends(const struct shard *shard)
 {
     struct error ignored;
-    bf16 *hidden = memory_alloc((size_t)(shard->planes * shard->hidden_size), sizeof(*hidden));
+    bf16 *hidden = memory_alloc((size_t)shard->features.stride, sizeof(*hidden));
     for (int end = 0; end < 2; end++) {
         int64_t token = end == 0 ? 0 : shard->tokens - 1;
         int32_t id, top1;

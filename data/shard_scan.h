@@ -24,12 +24,13 @@ struct shard_scan {
     const struct shard *shard;
     int64_t document, length, rows; // rows: seen so far
     bool check_crc, same_ids;
-    uint32_t crc;
-    struct scan_place nan, inf, zero_row;
+    uint32_t crc;      // of ids, mask and, unless float8, the planes
+    uint32_t parts[3]; // float8: of codes, scales and last hidden states
+    struct scan_place nan, inf, zero_row, scale;
     struct scan_plane *planes; // [P]
     bool *equal;               // [P, P] planes p < q are equal in every row seen
     int64_t equal_count;
-    bf16 *first_row; // [P, H]
+    bf16 *first_row; // features of the first token
     struct error *err;
     int result;
 };
@@ -39,7 +40,7 @@ struct shard_scan {
 void shard_scan_open(struct shard_scan *scan, const struct shard *shard, int64_t document,
                      int64_t length, const int32_t *ids, const uint8_t *mask, bool check_crc,
                      struct error *err);
-// The next rows: hidden [rows, P, H].
+// The next rows, laid out as shard->features says.
 void shard_scan_feed(struct shard_scan *scan, const bf16 *hidden, int64_t rows);
 // Adds what was found to err. Returns 0 when clean, else -1.
 int shard_scan_close(struct shard_scan *scan);

@@ -71,31 +71,62 @@ static void write_attributes(struct writer *writer, const struct shard_content *
     write_attribute(writer, "hidden_size", H5T_STD_I64LE, H5T_NATIVE_INT64, 0,
                     &content->hidden_size);
     write_attribute(writer, "vocab_size", H5T_STD_I64LE, H5T_NATIVE_INT64, 0, &content->vocab_size);
-    write_text(writer, "dtype", "bfloat16");
+    write_text(writer, "dtype", content->codes != NULL ? "float8_e4m3" : "bfloat16");
     write_text(writer, "last_hidden", last_hidden[content->last_hidden]);
     write_text(writer, "created_by", "dtrain");
+}
+
+// Tokens [first, first + count) of the features, as datasets follow each other.
+static uint32_t features_crc(const struct shard_content *content, uint32_t crc, size_t first,
+                             size_t count)
+{
+    size_t width = (size_t)content->hidden_size, layers = (size_t)content->layers;
+    size_t planes = (size_t)content->planes;
+    if (content->codes != NULL) {
+        crc = crc32c(crc, content->codes + first * layers * width, count * layers * width);
+        crc = crc32c(crc, content->scales + first * layers, count * layers * sizeof(float));
+        planes -= layers;
+    }
+    return planes == 0 ? crc
+                       : crc32c(crc, content->hidden_states + first * planes * width,
+                                count * planes * width * sizeof(bf16));
 }
 
 static uint32_t *document_crcs(const struct shard_content *content)
 {
     uint32_t *crcs = memory_alloc((size_t)content->documents, sizeof(*crcs));
-    size_t row = (size_t)(content->planes * content->hidden_size);
     for (int64_t d = 0; d < content->documents; d++) {
         int64_t first = content->doc_offsets[d];
         size_t count = (size_t)(content->doc_offsets[d + 1] - first);
         uint32_t crc = crc32c(0, content->input_ids + first, count * sizeof(int32_t));
         crc = crc32c(crc, content->loss_mask + first, count);
-        crcs[d] =
-            crc32c(crc, content->hidden_states + (size_t)first * row, count * row * sizeof(bf16));
+        crcs[d] = features_crc(content, crc, (size_t)first, count);
     }
     return crcs;
+}
+
+static void write_features(struct writer *writer, const struct shard_content *content)
+{
+    hsize_t tokens = (hsize_t)content->tokens, layers = (hsize_t)content->layers;
+    hsize_t width = (hsize_t)content->hidden_size;
+    if (content->codes == NULL) {
+        write_dataset(writer, "hidden_states", H5T_STD_U16LE, H5T_NATIVE_UINT16, 3,
+                      (hsize_t[]){tokens, (hsize_t)content->planes, width}, content->hidden_states);
+        return;
+    }
+    write_dataset(writer, "hidden_states", H5T_STD_U8LE, H5T_NATIVE_UINT8, 3,
+                  (hsize_t[]){tokens, layers, width}, content->codes);
+    write_dataset(writer, "scales", H5T_IEEE_F32LE, H5T_NATIVE_FLOAT, 2,
+                  (hsize_t[]){tokens, layers}, content->scales);
+    if (content->last_hidden != LAST_HIDDEN_ABSENT)
+        write_dataset(writer, "last_hidden", H5T_STD_U16LE, H5T_NATIVE_UINT16, 2,
+                      (hsize_t[]){tokens, width}, content->hidden_states);
 }
 
 static void write_datasets(struct writer *writer, const struct shard_content *content)
 {
     hsize_t documents = (hsize_t)content->documents, offsets = documents + 1;
-    hsize_t hidden[3] = {(hsize_t)content->tokens, (hsize_t)content->planes,
-                         (hsize_t)content->hidden_size};
+    hsize_t tokens = (hsize_t)content->tokens;
     write_dataset(writer, "doc_offsets", H5T_STD_I64LE, H5T_NATIVE_INT64, 1, &offsets,
                   content->doc_offsets);
     if (content->doc_ids != NULL)
@@ -106,20 +137,19 @@ static void write_datasets(struct writer *writer, const struct shard_content *co
         write_dataset(writer, "doc_crc32c", H5T_STD_U32LE, H5T_NATIVE_UINT32, 1, &documents, crcs);
         free(crcs);
     }
-    write_dataset(writer, "input_ids", H5T_STD_I32LE, H5T_NATIVE_INT32, 1, hidden,
+    write_dataset(writer, "input_ids", H5T_STD_I32LE, H5T_NATIVE_INT32, 1, &tokens,
                   content->input_ids);
-    write_dataset(writer, "loss_mask", H5T_STD_U8LE, H5T_NATIVE_UINT8, 1, hidden,
+    write_dataset(writer, "loss_mask", H5T_STD_U8LE, H5T_NATIVE_UINT8, 1, &tokens,
                   content->loss_mask);
     if (content->teacher_top1 != NULL) {
-        write_dataset(writer, "teacher_top1", H5T_STD_I32LE, H5T_NATIVE_INT32, 1, hidden,
+        write_dataset(writer, "teacher_top1", H5T_STD_I32LE, H5T_NATIVE_INT32, 1, &tokens,
                       content->teacher_top1);
-        write_dataset(writer, "teacher_top1_logit", H5T_IEEE_F32LE, H5T_NATIVE_FLOAT, 1, hidden,
+        write_dataset(writer, "teacher_top1_logit", H5T_IEEE_F32LE, H5T_NATIVE_FLOAT, 1, &tokens,
                       content->teacher_top1_logit);
-        write_dataset(writer, "teacher_lse", H5T_IEEE_F32LE, H5T_NATIVE_FLOAT, 1, hidden,
+        write_dataset(writer, "teacher_lse", H5T_IEEE_F32LE, H5T_NATIVE_FLOAT, 1, &tokens,
                       content->teacher_lse);
     }
-    write_dataset(writer, "hidden_states", H5T_STD_U16LE, H5T_NATIVE_UINT16, 3, hidden,
-                  content->hidden_states);
+    write_features(writer, content);
 }
 
 static bool write_file(const char *path, const struct shard_content *content)

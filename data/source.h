@@ -11,7 +11,8 @@ enum { SOURCE_BAD = 1 };
 
 struct source_ops {
     const char *name;
-    // Ids, mask and features of a document (its first `length` tokens). Called from several threads.
+    // Ids, mask and features (laid out as documents->features says) of a document: its first
+    // `length` tokens. Called from several threads.
     // Returns 0, SOURCE_BAD when its values are bad, -1 when it can not be read; err says what.
     int (*read)(struct source *source, const struct document *document, int32_t *ids, uint8_t *mask,
                 bf16 *hidden, struct error *err);

@@ -25,7 +25,7 @@ struct dflash_options {
     enum dtype compute;
     int64_t max_tokens;               // most tokens of a row
     int64_t group_rows;               // most block rows of a group, a multiple of the block size
-    int64_t planes;                   // P of the features as read
+    struct feature_layout features;   // as read
     int32_t plane[DFLASH_MAX_LAYERS]; // plane of each captured layer
     enum recompute_level recompute;
     bool training;         // false: no gradients, one layer's activations
@@ -91,7 +91,7 @@ void dflash_begin_gradients(struct dflash *dflash, const struct backend *backend
 // Gradients hold zeros if nothing has been added to them since.
 void dflash_settle_gradients(struct dflash *dflash, const struct backend *backend,
                              struct stream *stream);
-// Context path of a row whose features [T, P, H] are in backend memory: fused features, then keys and
+// Context path of a row whose features are in backend memory: fused features, then keys and
 // values of every layer. noisy: with the options' noise, keyed by seed. Clears the context's gradients.
 void dflash_context_forward(struct dflash *dflash, const struct backend *backend,
                             struct stream *stream, const struct row *row, const bf16 *features,

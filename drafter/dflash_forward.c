@@ -108,19 +108,26 @@ void dflash_load_context(struct dflash *d, const struct backend *backend, struct
     d->fc_in = dflash_reads_features(o) ? (const void *)d->features : b->context_in;
     if (dflash_reads_features(o))
         return;
-    backend->kernels->context_load(stream, &(struct context_load){.tokens = d->row->tokens,
-                                                                  .planes = o->planes,
-                                                                  .layers = o->sizes->features,
-                                                                  .hidden = o->sizes->hidden,
-                                                                  .in = d->features,
-                                                                  .plane = o->plane,
-                                                                  .type = o->compute,
-                                                                  .out = b->context_in,
-                                                                  .noise = d->noise,
-                                                                  .noise_std = o->noise_std,
-                                                                  .noise_key = b->noise_key,
-                                                                  .positions = b->positions,
-                                                                  .blank = b->blank});
+    const struct feature_layout *f = &o->features;
+    struct context_load load = {.tokens = d->row->tokens,
+                                .layers = o->sizes->features,
+                                .hidden = o->sizes->hidden,
+                                .in = d->features,
+                                .in_bytes = f->stride * (int64_t)sizeof(bf16),
+                                .plane = o->plane,
+                                .type = o->compute,
+                                .out = b->context_in,
+                                .noise = d->noise,
+                                .noise_std = o->noise_std,
+                                .noise_key = b->noise_key,
+                                .positions = b->positions,
+                                .blank = b->blank};
+    if (f->float8) {
+        load.in = d->features + f->codes;
+        load.scales = (const float *)d->features;
+        load.scale_stride = load.in_bytes / (int64_t)sizeof(float);
+    }
+    backend->kernels->context_load(stream, &load);
 }
 
 // Positions, blanks and noise keys of the row's tokens.

@@ -81,7 +81,7 @@ bool dflash_keeps_cheap(const struct dflash_options *options);
 const void *dflash_at(const void *base, enum dtype type, int64_t elements);
 void *dflash_at_mutable(void *base, enum dtype type, int64_t elements);
 
-// Whether the features are what fc reads as they are: the first planes in order, bf16, without noise.
+// Whether the features are what fc reads as they are: the first planes in order, bf16 (both), no noise.
 // (Those of bad documents are zeros already.)
 bool dflash_reads_features(const struct dflash_options *options);
 // Makes fc_in from the row's features, and the noise keys, positions and blanks on the backend.

@@ -26,14 +26,15 @@ bool dflash_reads_features(const struct dflash_options *options)
     bool in_order = true;
     for (int64_t l = 0; l < options->sizes->features; l++)
         in_order = in_order && options->plane[l] == l;
-    return in_order && options->compute == DTYPE_BF16 && options->noise == NOISE_KIND_NONE;
+    return in_order && !options->features.float8 && options->compute == DTYPE_BF16 &&
+           options->noise == NOISE_KIND_NONE;
 }
 
 // Elements between rows of what fc reads.
 static int64_t fc_stride(const struct dflash_options *options)
 {
-    int64_t planes = dflash_reads_features(options) ? options->planes : options->sizes->features;
-    return planes * options->sizes->hidden;
+    return dflash_reads_features(options) ? options->features.stride
+                                          : options->sizes->features * options->sizes->hidden;
 }
 
 static int64_t norm_offset(const struct dflash_options *o, const struct param *param)

@@ -7,6 +7,11 @@
 
 enum { PACK_BYTES = 16 };
 
+// A code of float8 (base/e4m3.h).
+struct e4m3_t {
+    uint8_t code;
+};
+
 // N elements as they lie in memory: 8 bytes, a multiple of 16 bytes, or one element. A warp's accesses
 // are best whole 32-byte sectors: more than one access a pack leaves gaps, which caches must fill.
 template <typename Type, int N> struct pack {
@@ -37,8 +42,10 @@ static __device__ __forceinline__ struct pack<Type, N> pack_load(const Type *fro
         }
     } else if constexpr (sizeof(Type) == 4) {
         p.word[0] = *(const uint32_t *)from;
-    } else {
+    } else if constexpr (sizeof(Type) == 2) {
         p.word[0] = *(const uint16_t *)from;
+    } else {
+        p.word[0] = *(const uint8_t *)from;
     }
     return p;
 }
@@ -103,6 +110,16 @@ template <int N>
 static __device__ __forceinline__ float pack_value(const struct pack<bf16_t, N> &p, int i)
 {
     return __uint_as_float(i % 2 == 0 ? p.word[i / 2] << 16 : p.word[i / 2] & 0xffff0000u);
+}
+
+// The value of base/e4m3.h's code.
+template <int N>
+static __device__ __forceinline__ float pack_value(const struct pack<e4m3_t, N> &p, int i)
+{
+    uint32_t code = p.word[i / 4] >> (8 * (i % 4)) & 0xffu, magnitude = code & 0x7fu;
+    float value = __uint_as_float(magnitude << 20) * 0x1p120f; // exact
+    value = magnitude == 0x7fu ? __uint_as_float(0x7fc00000u) : value;
+    return __uint_as_float(__float_as_uint(value) | (code & 0x80u) << 24);
 }
 
 // Keeps a pack packed: the compiler may not hold its fp32 values in registers from before to after.

@@ -35,15 +35,19 @@ struct scatter_rows {
 
 enum noise_kind { NOISE_KIND_NONE, NOISE_KIND_NORMAL, NOISE_KIND_UNIFORM };
 
-// Context features of a row: out[t, l, :] = in[t, plane[l], :] + noise. The noise of (document,
+// Context features of a row: out[t, l, :] = in[t, plane[l], :] + noise, where in is bf16, or e4m3 codes
+// (base/e4m3.h) times the scale of their token and plane, multiplied in fp32. The noise of (document,
 // position, plane slot l, element h) is a pure function of its key: base/rng.h with counter
 // ((position * layers) + l) * hidden + h, rng_normal times std or (2 rng_uniform - 1) times std.
 struct context_load {
-    int64_t tokens, planes, layers, hidden; // T, P, L, H
-    const uint16_t *in;                     // bf16 [T, P, H]
-    const int32_t *plane;                   // [L], host memory
-    enum dtype type;                        // of out
-    void *out;                              // [T, L * H]
+    int64_t tokens, layers, hidden; // T, L, H
+    const void *in;                 // [T, P, H]: bf16, or with scales e4m3
+    const float *scales;            // [T, P]; NULL: in is bf16
+    int64_t in_bytes;               // from a token of in to the next
+    int64_t scale_stride;           // floats from a token's scales to the next's
+    const int32_t *plane;           // [L] in [0, P), host memory
+    enum dtype type;                // of out
+    void *out;                      // [T, L * H]
     enum noise_kind noise;
     float noise_std;
     const uint32_t *noise_key; // [T, 2] key of each token's document; unread without noise

@@ -1,6 +1,7 @@
 // Owns moving rows on the CPU: gather, scatter, loading context features.
 #include "kernels/rows.h"
 
+#include "base/e4m3.h"
 #include "base/log.h"
 #include "base/rng.h"
 #include "kernels/cpu_internal.h"
@@ -60,14 +61,24 @@ static void add_noise(float *piece, const struct context_load *op, struct rng_ke
     }
 }
 
+static void load_codes(float *piece, const uint8_t *codes, float scale, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++)
+        piece[i] = e4m3_to_float(codes[i]) * scale;
+}
+
 static void load_plane(const struct context_load *op, int64_t token, int64_t layer)
 {
-    const void *in = op->in + (token * op->planes + op->plane[layer]) * op->hidden;
+    int64_t plane = op->plane[layer], at = plane * op->hidden;
+    const unsigned char *in = (const unsigned char *)op->in + token * op->in_bytes;
     void *out = row_of(op->out, op->type, token * op->layers + layer, op->hidden);
     for (int64_t first = 0; first < op->hidden; first += PIECE) {
         float piece[PIECE];
         int64_t n = min_i64(PIECE, op->hidden - first);
-        piece_load(piece, in, DTYPE_BF16, first, n);
+        if (op->scales != NULL)
+            load_codes(piece, in + at + first, op->scales[token * op->scale_stride + plane], n);
+        else
+            piece_load(piece, in, DTYPE_BF16, at + first, n);
         if (op->noise != NOISE_KIND_NONE) {
             struct rng_key key = {{op->noise_key[2 * token], op->noise_key[2 * token + 1]}};
             uint64_t slot = (uint64_t)op->positions[token] * (uint64_t)op->layers + (uint64_t)layer;

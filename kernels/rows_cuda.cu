@@ -176,41 +176,44 @@ struct planes {
 };
 
 // Where a CTA's token and layer are.
-struct plane_place {
+template <typename In> struct plane_place {
     int64_t token, layer;
-    const bf16_t *in;
+    const In *in;
+    float scale;
     bool blank;
 };
 
-static __device__ __forceinline__ struct plane_place plane_place_make(const struct context_load &op,
-                                                                      const struct planes &planes)
-{
-    struct plane_place at;
+template <typename In>
+static __device__ __forceinline__ struct plane_place<In>
+plane_place_make(const struct context_load &op, const struct planes &planes) {
+    struct plane_place<In> at;
     at.token = blockIdx.x / (unsigned)op.layers;
     at.layer = blockIdx.x % (unsigned)op.layers;
-    at.in = (const bf16_t *)op.in + (at.token * op.planes + planes.plane[at.layer]) * op.hidden;
+    int64_t plane = planes.plane[at.layer];
+    at.in = (const In *)((const unsigned char *)op.in + at.token * op.in_bytes) + plane * op.hidden;
+    at.scale = op.scales != NULL ? op.scales[at.token * op.scale_stride + plane] : 1.0f;
     at.blank = op.blank != NULL && op.blank[at.token] != 0;
     return at;
 }
 
-template <typename Out, int N>
+template <typename Out, typename In, int N>
 static __global__ void __launch_bounds__(MOST_THREADS)
     context_kernel(struct context_load op, struct planes planes)
 {
-    struct plane_place at = plane_place_make(op, planes);
+    struct plane_place<In> at = plane_place_make<In>(op, planes);
     Out *out = (Out *)op.out + blockIdx.x * op.hidden;
     if (at.blank)
         zero_row<N>(out, op.hidden);
     else
-        move_row<N>(out, at.in, 1.0f, op.hidden);
+        move_row<N>(out, at.in, at.scale, op.hidden);
 }
 
 // The same with noise, whose product and sum are not fused, as on the CPU.
-template <typename Out, int N>
+template <typename Out, typename In, int N>
 static __global__ void __launch_bounds__(MOST_THREADS)
     noisy_context_kernel(struct context_load op, struct planes planes)
 {
-    struct plane_place at = plane_place_make(op, planes);
+    struct plane_place<In> at = plane_place_make<In>(op, planes);
     Out *out = (Out *)op.out + blockIdx.x * op.hidden;
     if (at.blank) {
         zero_row<N>(out, op.hidden);
@@ -219,39 +222,49 @@ static __global__ void __launch_bounds__(MOST_THREADS)
     uint32_t k0 = op.noise_key[2 * at.token], k1 = op.noise_key[2 * at.token + 1];
     uint64_t slot = (uint64_t)op.positions[at.token] * (uint64_t)op.layers + (uint64_t)at.layer;
     for (int64_t first = threadIdx.x * N; first < op.hidden; first += (int64_t)blockDim.x * N) {
-        struct pack<bf16_t, N> from = pack_load<N>(at.in + first);
+        struct pack<In, N> from = pack_load<N>(at.in + first);
         float value[N];
 #pragma unroll
         for (int i = 0; i < N; i++) {
             uint64_t counter = slot * (uint64_t)op.hidden + (uint64_t)(first + i);
             float noise = __fmul_rn(noise_draw(op.noise, k0, k1, counter), op.noise_std);
-            value[i] = __fadd_rn(pack_value(from, i), noise);
+            value[i] = __fadd_rn(__fmul_rn(pack_value(from, i), at.scale), noise);
         }
         store_values<N>(out + first, value);
     }
 }
 
-template <typename Out, int N>
+template <typename Out, typename In, int N>
 static void context_start(struct stream *stream, const struct context_load *op,
                           const struct planes *planes)
 {
     unsigned grid = grid_size(op->tokens * op->layers), threads = row_threads(op->hidden, N);
     if (op->noise != NOISE_KIND_NONE)
-        noisy_context_kernel<Out, N><<<grid, threads, 0, stream->cuda>>>(*op, *planes);
+        noisy_context_kernel<Out, In, N><<<grid, threads, 0, stream->cuda>>>(*op, *planes);
     else
-        context_kernel<Out, N><<<grid, threads, 0, stream->cuda>>>(*op, *planes);
+        context_kernel<Out, In, N><<<grid, threads, 0, stream->cuda>>>(*op, *planes);
     launch_check();
 }
 
-template <typename Out>
+template <typename Out, typename In>
 static void context_launch(struct stream *stream, const struct context_load *op,
                            const struct planes *planes)
 {
-    enum { N = pack_of<Out, bf16_t>::N };
-    if (in_packs(op->in, op->out, op->hidden, op->hidden, N))
-        context_start<Out, N>(stream, op, planes);
+    enum { N = sizeof(In) == 1 ? 8 : pack_of<Out, In>::N }; // of codes, accesses of 8 bytes
+    if (op->in_bytes % PACK_BYTES == 0 && in_packs(op->in, op->out, op->hidden, op->hidden, N))
+        context_start<Out, In, N>(stream, op, planes);
     else
-        context_start<Out, 1>(stream, op, planes);
+        context_start<Out, In, 1>(stream, op, planes);
+}
+
+template <typename Out>
+static void context_choose(struct stream *stream, const struct context_load *op,
+                           const struct planes *planes)
+{
+    if (op->scales != NULL)
+        context_launch<Out, e4m3_t>(stream, op, planes);
+    else
+        context_launch<Out, bf16_t>(stream, op, planes);
 }
 
 // One CTA a token and layer.
@@ -264,7 +277,7 @@ void context_load_cuda(struct stream *stream, const struct context_load *op)
     memset(&planes, 0, sizeof(planes));
     memcpy(planes.plane, op->plane, (size_t)op->layers * sizeof(*op->plane));
     if (is_bf16(op->type))
-        context_launch<bf16_t>(stream, op, &planes);
+        context_choose<bf16_t>(stream, op, &planes);
     else
-        context_launch<float>(stream, op, &planes);
+        context_choose<float>(stream, op, &planes);
 }

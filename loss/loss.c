@@ -210,9 +210,9 @@ static void teacher_logits(struct loss *loss, const struct backend *backend, str
     backend->kernels->gather_rows(
         stream, &(struct gather_rows){.rows = chunk->teachers,
                                       .width = o->hidden,
-                                      .in = group->features + group->last_plane * o->hidden,
+                                      .in = group->last,
                                       .in_rows = group->tokens,
-                                      .in_stride = group->planes * o->hidden,
+                                      .in_stride = group->last_stride,
                                       .in_type = DTYPE_BF16,
                                       .out_type = o->compute,
                                       .index = loss->index + INDEX_POSITION * group->slot_count +

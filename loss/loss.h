@@ -56,10 +56,12 @@ void loss_open(struct loss *loss, const struct backend *backend); // host memory
 void loss_close(struct loss *loss);
 
 struct loss_group {
-    int64_t rows;         // N block rows, block b at rows b * B ..
-    const void *hidden;   // [N, H] the drafter's output after its final norm
-    const bf16 *features; // [T, P, H] backend memory, as read
-    int64_t tokens, planes, last_plane;
+    int64_t rows;       // N block rows, block b at rows b * B ..
+    const void *hidden; // [N, H] the drafter's output after its final norm
+    const bf16
+        *last; // the row's last hidden states, as read: [T, H], last_stride apart; NULL: none
+    int64_t last_stride;
+    int64_t tokens;
     const struct slot *slots; // of the group's blocks, from slots_make
     int64_t slot_count;
     void *dhidden; // [N, H] gradient times slot weight, rows without a slot 0; NULL: no gradient

@@ -215,6 +215,14 @@ const struct kernel_case kernel_cases[] = {
     {"context_load", {7, 5, 5, 5120}, DTYPE_BF16, CASE_BLANK, 370, EXACT},
     {"context_load", {11, 3, 2, 1032}, DTYPE_BF16, CASE_NORMAL, 371, NOISE},
     {"context_load", {11, 3, 2, 1032}, DTYPE_F32, CASE_BLANK | CASE_UNALIGNED, 372, EXACT},
+    {"context_load", {1, 1, 1, 1}, DTYPE_F32, CASE_FLOAT8, 373, EXACT},
+    {"context_load", {23, 4, 3, 513}, DTYPE_F32, CASE_FLOAT8, 374, EXACT},
+    {"context_load", {23, 4, 3, 1032}, DTYPE_F32, CASE_FLOAT8 | CASE_BLANK, 375, EXACT},
+    {"context_load", {1009, 6, 5, 576}, DTYPE_BF16, CASE_FLOAT8, 376, EXACT},
+    {"context_load", {7, 5, 5, 5120}, DTYPE_BF16, CASE_FLOAT8 | CASE_BLANK, 377, EXACT},
+    {"context_load", {11, 3, 2, 1032}, DTYPE_BF16, CASE_FLOAT8 | CASE_UNALIGNED, 378, EXACT},
+    {"context_load", {11, 3, 2, 1032}, DTYPE_F32, CASE_FLOAT8 | CASE_NORMAL, 379, NOISE},
+    {"context_load", {11, 3, 2, 1032}, DTYPE_BF16, CASE_FLOAT8 | CASE_UNIFORM, 380, NOISE},
 
     {"attention_forward", {1, 1, 1, 1, 1, 2}, DTYPE_F32, 0, 120, ATTENTION_F32},
     {"attention_forward", {3, 5, 0, 2, 1, 6}, DTYPE_F32, CASE_CAUSAL, 121, ATTENTION_F32},
@@ -484,11 +492,11 @@ const int kernel_case_count = sizeof(kernel_cases) / sizeof(kernel_cases[0]);
 void kernel_case_name(const struct kernel_case *c, char name[CASE_NAME])
 {
     static const char *const flags[] = {
-        "transpose_a", "transpose_b", "beta_one",   "beta_d",      "to_fp32",
-        "strided",     "in_place",    "add",        "frozen",      "offset",
-        "no_norm",     "causal",      "window",     "normal",      "uniform",
-        "blank",       "scaled",      "no_teacher", "no_gradient", "excluded",
-        "bench",       "unaligned",   "sorted",     "not_finite",  "odd",
+        "transpose_a", "transpose_b", "beta_one", "beta_d",    "to_fp32", "strided",
+        "in_place",    "add",         "frozen",   "offset",    "no_norm", "causal",
+        "window",      "normal",      "uniform",  "blank",     "scaled",  "no_teacher",
+        "no_gradient", "excluded",    "bench",    "unaligned", "sorted",  "not_finite",
+        "odd",         "float8",
     };
     int dimensions = 6, at;
     while (dimensions > 1 && c->shape[dimensions - 1] == 0)

@@ -32,6 +32,7 @@ enum case_flags {
     CASE_SORTED = 1 << 22,     // rows of one teacher row follow each other
     CASE_NOT_FINITE = 1 << 23, // rows with NaN, with inf and of -inf alone, among others
     CASE_ODD = 1 << 24,        // with STRIDED: strides that no power of two divides
+    CASE_FLOAT8 = 1 << 25,     // e4m3 codes with a scale
 };
 
 struct kernel_case {

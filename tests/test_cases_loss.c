@@ -147,9 +147,9 @@ static void bench_run(struct bench *b)
     slot_results_open(&b->results, N);
     struct loss_group group = {.rows = N,
                                .hidden = hidden,
-                               .features = features,
+                               .last = features,
+                               .last_stride = H,
                                .tokens = T,
-                               .planes = 1,
                                .slots = b->slots,
                                .slot_count = b->slot_count,
                                .dhidden = dhidden};

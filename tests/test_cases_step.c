@@ -302,10 +302,9 @@ static double loss_of_teacher(struct step_fixture *f, const struct row *row, int
     }
     struct loss_group group = {.rows = ALIGN_BLOCK,
                                .hidden = hidden,
-                               .features = row->hidden,
+                               .last = row->hidden + row->features.last,
+                               .last_stride = row->features.stride,
                                .tokens = row->tokens,
-                               .planes = row->planes,
-                               .last_plane = f->last_plane,
                                .slots = step->slots,
                                .slot_count = count,
                                .dhidden = dflash_group_gradient(&step->dflash)};

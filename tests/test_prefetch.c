@@ -94,6 +94,7 @@ static void made_open(struct made_source *made, size_t count, int32_t longest)
     made->documents.shard_count = 1;
     made->documents.planes = PLANES;
     made->documents.hidden_size = HIDDEN;
+    made->documents.features = feature_layout_make(PLANES, true, HIDDEN, false);
     made->source = (struct source){&made_ops, &made->documents, false};
     free(lengths);
 }

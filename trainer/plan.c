@@ -1,6 +1,7 @@
 // Owns the sums of a plan: which parts there are and how large. Owns no choice (plan_choose.c) and no
 // output (plan_print.c).
 #include "trainer/plan.h"
+#include "trainer/plan_work.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -49,10 +50,17 @@ static void sum_device(struct plan *plan, const struct plan_subject *subject)
         add_part(plan->device, &plan->device_count, "CUDA context", CUDA_CONTEXT_BYTES);
 }
 
+struct feature_layout plan_token_layout(const struct plan_subject *subject)
+{
+    return feature_layout_make(subject->planes, subject->last_plane >= 0,
+                               subject->target->hidden_size, subject->float8);
+}
+
 // A packed row in host memory (data/row.h): features, and ids, positions, documents and masks.
 static size_t row_bytes(const struct plan_subject *subject, int64_t seq_len)
 {
-    size_t token = (size_t)(subject->planes * subject->target->hidden_size) * sizeof(bf16);
+    struct feature_layout features = plan_token_layout(subject);
+    size_t token = (size_t)features.stride * sizeof(bf16);
     size_t small = 3 * sizeof(int32_t) + 2 * sizeof(uint8_t) + 2 * sizeof(int64_t) + sizeof(void *);
     return (size_t)seq_len * (token + small);
 }
@@ -98,6 +106,7 @@ static void sum(struct plan *plan, const struct plan_subject *subject, const str
                                .plane = subject->plane,
                                .last_plane = subject->last_plane,
                                .last_hidden = subject->last_hidden,
+                               .float8 = subject->float8,
                                .training = subject->training};
     arena_release(&plan->arena);
     arena_init(&plan->arena);

@@ -13,6 +13,7 @@ struct plan_subject {
     int64_t layer_ids[DFLASH_MAX_LAYERS]; // [features] in use
     int32_t plane[DFLASH_MAX_LAYERS];     // [features]
     int64_t features, planes;             // L in use, P
+    bool float8;                          // of the shards' planes
     int32_t last_plane;                   // -1: no last hidden state
     enum last_hidden last_hidden;
     bool training;     // false: scoring only

@@ -30,6 +30,7 @@ static struct plan_subject subject_of(const struct session *session, bool traini
                                    .planes = documents->planes,
                                    .last_plane = session->last_plane,
                                    .last_hidden = documents->last_hidden,
+                                   .float8 = documents->features.float8,
                                    .training = training,
                                    .validates = session->has_val,
                                    .documents =

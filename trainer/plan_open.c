@@ -165,6 +165,7 @@ static int use_shards(struct plan_input *input, const struct config *config,
         s->layer_ids[l] = first->layer_ids[s->plane[l]];
     s->planes = first->planes;
     s->last_hidden = first->last_hidden;
+    s->float8 = first->features.float8;
     sum_documents(&input->documents, headers, config);
     s->documents = input->documents.documents;
     snprintf(input->data_from, sizeof(input->data_from), "%zu shard%s of data.train",

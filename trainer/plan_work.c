@@ -121,8 +121,9 @@ void plan_work(struct plan_work *w, const struct plan *plan, const struct plan_s
 
 double plan_token_bytes(const struct plan_subject *subject)
 {
-    double features = (double)(subject->planes * subject->target->hidden_size) * sizeof(bf16);
-    return features + sizeof(int32_t) + sizeof(uint8_t); // token id and loss mask
+    struct feature_layout features = plan_token_layout(subject);
+    return (double)feature_layout_file_bytes(&features) + sizeof(int32_t) +
+           sizeof(uint8_t); // token id and loss mask
 }
 
 double plan_checkpoint_bytes(const struct plan *plan)

@@ -40,6 +40,7 @@ void plan_work(struct plan_work *work, const struct plan *plan, const struct pla
                const struct config *config, const struct plan_documents *documents, double tflops);
 
 double plan_token_bytes(const struct plan_subject *subject); // of a token in shards
+struct feature_layout plan_token_layout(const struct plan_subject *subject);
 double plan_checkpoint_bytes(const struct plan *plan);
 
 #endif

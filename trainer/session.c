@@ -84,10 +84,11 @@ static int check_agreement(const struct session *session, struct error *err)
     if (!session->has_train || !session->has_val)
         return 0;
     if (a->planes != b->planes || a->hidden_size != b->hidden_size ||
-        a->last_hidden != b->last_hidden || !same_ids(a, b))
+        a->last_hidden != b->last_hidden || a->features.float8 != b->features.float8 ||
+        !same_ids(a, b))
         return error_set(err,
-                         "data.val: %s and %s of data.train differ in planes, layer ids, hidden "
-                         "size or last_hidden; extract both with the same settings",
+                         "data.val: %s and %s of data.train differ in dtype, planes, layer ids, "
+                         "hidden size or last_hidden; extract both with the same settings",
                          b->shards[0].path, a->shards[0].path);
     return 0;
 }
@@ -206,6 +207,7 @@ struct step_setup session_step_setup(const struct session *session, bool trainin
                                .plane = session->plane,
                                .last_plane = session->last_plane,
                                .last_hidden = session_documents(session)->last_hidden,
+                               .float8 = session_documents(session)->features.float8,
                                .training = training};
 }
 

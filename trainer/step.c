@@ -21,6 +21,23 @@ static enum recompute_level recompute_level(const struct execution *execution)
                                                       : RECOMPUTE_LEVEL_NONE;
 }
 
+struct feature_layout step_features(const struct step_setup *setup)
+{
+    return feature_layout_make(setup->planes, setup->last_plane >= 0, setup->target->hidden_size,
+                               setup->float8);
+}
+
+static void plan_rows(struct step *step, struct arena *arena)
+{
+    const struct step_setup *s = &step->setup;
+    struct feature_layout features = step_features(s);
+    int64_t rows = features.float8 ? 1 : features.planes;
+    for (int i = 0; i < STEP_STAGES; i++)
+        step->stage.places[i].features =
+            arena_take(arena, "features", i == 0 ? "hidden_states" : "next_hidden_states",
+                       DTYPE_BF16, s->config->data.seq_len, rows, features.stride / rows);
+}
+
 static void plan_state(struct step *step, struct arena *arena)
 {
     const struct step_setup *s = &step->setup;
@@ -53,10 +70,7 @@ static void plan_state(struct step *step, struct arena *arena)
     if (!t->tied)
         step->head = arena_take(arena, "target", "lm_head", type, t->head.rows, t->hidden_size, 1);
     step->norm = arena_take(arena, "target", "norm", DTYPE_F32, t->hidden_size, 1, 1);
-    for (int i = 0; i < STEP_STAGES; i++)
-        step->stage.places[i].features =
-            arena_take(arena, "features", i == 0 ? "hidden_states" : "next_hidden_states",
-                       DTYPE_BF16, s->config->data.seq_len, s->planes, t->hidden_size);
+    plan_rows(step, arena);
 }
 
 // Ranks that own only some masters read norms, which are not rounded, from an array of their own.
@@ -83,7 +97,7 @@ static void plan_model(struct step *step, struct arena *arena)
         .compute = compute_type(s),
         .max_tokens = config->data.seq_len,
         .group_rows = s->execution->group_rows,
-        .planes = s->planes,
+        .features = step_features(s),
         .recompute = recompute_level(s->execution),
         .training = s->training,
         .noise = config->data.noise_std == 0.0             ? NOISE_KIND_NONE
@@ -256,6 +270,12 @@ static void group_backward(struct step *step, bool last)
     lap(step, STEP_BACKWARD);
 }
 
+// The last hidden states of the running row.
+static const bf16 *step_last_hidden(const struct step *step, const struct row *row)
+{
+    return row->features.last < 0 ? NULL : step->dflash.features + row->features.last;
+}
+
 // One group: blocks anchors[first .. first + count). Its scored slots are counted into metrics.
 static void run_group(struct step *step, const struct row *row, int64_t first, int64_t count,
                       bool gradient, bool last, struct metrics *metrics)
@@ -268,10 +288,9 @@ static void run_group(struct step *step, const struct row *row, int64_t first, i
     int64_t slots = slots_make(row, &step->layout, step->anchors + first, count, step->slots);
     struct loss_group group = {.rows = count * s->sizes->block_size,
                                .hidden = hidden,
-                               .features = step->dflash.features,
+                               .last = step_last_hidden(step, row),
+                               .last_stride = row->features.stride,
                                .tokens = row->tokens,
-                               .planes = s->planes,
-                               .last_plane = s->last_plane,
                                .slots = step->slots,
                                .slot_count = slots,
                                .dhidden = gradient ? dflash_group_gradient(&step->dflash) : NULL};

@@ -31,6 +31,7 @@ struct step_setup {
     bool training;                     // false: scoring only, no gradients, no optimizer state
     const struct ownership *ownership; // NULL: one rank owns everything
     struct ranks *ranks;               // connected; NULL: nobody else
+    bool float8;                       // of the rows' features
 };
 
 // What an observer sees of each anchor group, for traces and tests. Arrays are valid during the call.
@@ -77,6 +78,9 @@ struct step {
     bool (*stop)(void *context);
     void *stop_context;
 };
+
+// How the features of the rows lie in memory.
+struct feature_layout step_features(const struct step_setup *setup);
 
 // Fills the plan without taking memory (arena table and sum) ...
 void step_plan(struct arena *arena, const struct step_setup *setup);

@@ -31,7 +31,7 @@ void step_stage_put(struct step_stage *stage, struct stream *compute, const stru
     stage->last = at;
     stage->backend->stream_wait(place->copies, compute); // who read this place before
     stage->backend->copy_in(place->copies, place->features, row->hidden,
-                            (size_t)(row->tokens * row->planes * row->hidden_size) * sizeof(bf16));
+                            (size_t)(row->tokens * row->features.stride) * sizeof(bf16));
 }
 
 static struct staged_row *find(struct step_stage *stage, const struct row *row)

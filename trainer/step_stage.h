@@ -9,7 +9,7 @@
 enum { STEP_STAGES = 2 };
 
 struct staged_row {
-    bf16 *features;        // [seq_len, P, H] backend memory
+    bf16 *features;        // [seq_len] features of tokens, backend memory
     struct stream *copies; // that fill it
     const struct row *row; // whose features are in it or on their way; NULL: nobody waits for them
 };

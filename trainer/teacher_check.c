@@ -79,13 +79,13 @@ static int read_hidden(const struct shard *shard, struct sample *samples, int64_
                        float *hidden, struct error *err)
 {
     int64_t h = shard->hidden_size;
-    bf16 *token = memory_alloc((size_t)(shard->planes * h), sizeof(*token));
+    bf16 *token = memory_alloc((size_t)shard->features.stride, sizeof(*token));
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
         status = shard_read_hidden(shard, samples[i].token, 1, token, err);
         samples[i].finite = true;
         for (int64_t j = 0; j < h && status == 0; j++) {
-            bf16 value = token[(shard->planes - 1) * h + j];
+            bf16 value = token[shard->features.last + j];
             samples[i].finite = samples[i].finite && !bf16_is_nonfinite(value);
             hidden[i * h + j] = bf16_to_float(value);
         }

@@ -49,7 +49,8 @@ struct trace_row {
     struct row row; // arrays owned
     int32_t *anchors;
     int64_t anchor_count;
-    float *noise; // [T, L, H] or NULL
+    float *noise;  // [T, L, H] or NULL
+    float *values; // [T, P, H] of float8 features, or NULL
 };
 
 struct trace {
@@ -94,8 +95,14 @@ static void keep_row(void *context, const struct row *row, const int32_t *anchor
     kept->row.positions = copy_of(row->positions, t, sizeof(int32_t));
     kept->row.loss_mask = copy_of(row->loss_mask, t, 1);
     kept->row.doc_offsets = copy_of(row->doc_offsets, (size_t)row->documents + 1, sizeof(int64_t));
-    kept->row.hidden =
-        copy_of(row->hidden, t * (size_t)(row->planes * row->hidden_size), sizeof(bf16));
+    kept->row.hidden = copy_of(row->hidden, t * (size_t)row->features.stride, sizeof(bf16));
+    if (row->features.float8) {
+        size_t values = (size_t)(row->planes * row->hidden_size);
+        kept->values = memory_alloc(t * values, sizeof(float));
+        for (size_t i = 0; i < t; i++)
+            features_to_float(&row->features, row->hidden + i * (size_t)row->features.stride,
+                              kept->values + i * values);
+    }
     kept->anchors = copy_of(anchors, (size_t)count, sizeof(int32_t));
     if (trace->config.data.noise_std > 0.0) {
         size_t values = (size_t)(trace->session.features * row->hidden_size);
@@ -176,8 +183,9 @@ static void add_row(struct trace_file *file, int64_t r, const struct trace_row *
     ROW_VECTOR("anchors", DTYPE_I32, kept->anchor_count, kept->anchors);
 #undef ROW_VECTOR
     snprintf(name, sizeof(name), "row%lld.hidden_states", (long long)r);
-    add(file, name, DTYPE_BF16, 3, (int64_t[]){row->tokens, row->planes, row->hidden_size},
-        row->hidden);
+    add(file, name, kept->values != NULL ? DTYPE_F32 : DTYPE_BF16, 3,
+        (int64_t[]){row->tokens, row->planes, row->hidden_size},
+        kept->values != NULL ? (const void *)kept->values : row->hidden);
     snprintf(name, sizeof(name), "row%lld.noise", (long long)r);
     if (kept->noise != NULL)
         add(file, name, DTYPE_F32, 3, (int64_t[]){row->tokens, features, row->hidden_size},
@@ -386,6 +394,7 @@ static void close_trace(struct trace *trace)
         free(kept->row.loss_mask);
         free(kept->row.doc_offsets);
         free(kept->row.hidden);
+        free(kept->values);
         free(kept->anchors);
         free(kept->noise);
     }

@@ -22,7 +22,8 @@ static void make_row(struct row *row, const struct step *step)
 {
     const struct step_setup *s = &step->setup;
     int64_t tokens = s->config->data.seq_len;
-    row_open(row, tokens, s->planes, s->target->hidden_size, zeroed);
+    struct feature_layout features = step_features(s);
+    row_open(row, tokens, &features, zeroed);
     row->tokens = row->supervised = tokens;
     row->documents = 1;
     row->doc_offsets[1] = tokens;

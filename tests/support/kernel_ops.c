@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/bf16.h"
+#include "base/e4m3.h"
 #include "tests/support/kernel_ops_parts.h"
 #include "tests/support/naive.h"
 
@@ -426,13 +428,41 @@ static void scatter_call(const struct kernel_case *c, struct kernel_run *run)
     run->backend->kernels->scatter_rows(run->stream, &op);
 }
 
-// context_load: tokens, planes, layers, hidden; NORMAL, UNIFORM, BLANK
+// context_load: tokens, planes, layers, hidden; NORMAL, UNIFORM, BLANK, FLOAT8
 static const double noise_std = 0.25;
+
+// Every code that is a number comes, and scales over six powers of ten.
+static void context_add_in(const struct kernel_case *c, struct kernel_run *run)
+{
+    int64_t tokens = c->shape[0], planes = c->shape[1], width = planes * c->shape[3];
+    if (!has(c, CASE_FLOAT8)) {
+        run_add_normal(run, "in", TENSOR_IN, DTYPE_BF16, tokens, width, 1.0);
+        return;
+    }
+    struct kernel_tensor *in = run_add(run, "in", TENSOR_IN, DTYPE_U8, tokens, width);
+    for (int64_t i = 0; i < tokens * width; i++)
+        in->value[i] = (double)(i % 127 + (i / 127 % 2) * 128);
+    struct kernel_tensor *scales = run_add(run, "scales", TENSOR_IN, DTYPE_F32, tokens, planes);
+    for (int64_t i = 0; i < tokens * planes; i++)
+        scales->value[i] = (double)(float)(1.37 * pow(10.0, (double)(i % 7 - 4)));
+}
+
+static double context_in(const struct kernel_case *c, const struct kernel_run *run, int64_t t,
+                         int64_t plane, int64_t h)
+{
+    double value = run_value(run, "in")[(t * c->shape[1] + plane) * c->shape[3] + h];
+    if (!has(c, CASE_FLOAT8))
+        return value;
+    float product =
+        e4m3_to_float((uint8_t)value) * (float)run_value(run, "scales")[t * c->shape[1] + plane];
+    bool rounded = c->type == DTYPE_BF16 && !has(c, CASE_NORMAL) && !has(c, CASE_UNIFORM);
+    return rounded ? (double)bf16_to_float(bf16_from_float(product)) : (double)product;
+}
 
 static void context_build(const struct kernel_case *c, struct kernel_run *run)
 {
     int64_t tokens = c->shape[0], planes = c->shape[1], layers = c->shape[2];
-    run_add_normal(run, "in", TENSOR_IN, DTYPE_BF16, tokens, planes * c->shape[3], 1.0);
+    context_add_in(c, run);
     struct kernel_tensor *plane = run_add(run, "plane", TENSOR_IN, DTYPE_I32, layers, 1);
     plane->host = true;
     for (int64_t l = 0; l < layers; l++)
@@ -462,7 +492,7 @@ static double noise_of(const struct kernel_case *c, struct rng_key key, int64_t 
 
 static void context_expect(const struct kernel_case *c, struct kernel_run *run)
 {
-    int64_t planes = c->shape[1], layers = c->shape[2], hidden = c->shape[3];
+    int64_t layers = c->shape[2], hidden = c->shape[3];
     const double *blank = run_value(run, "blank");
     for (int64_t i = 0; i < c->shape[0] * layers * hidden; i++) {
         int64_t t = i / (layers * hidden), l = i / hidden % layers, h = i % hidden;
@@ -470,7 +500,7 @@ static void context_expect(const struct kernel_case *c, struct kernel_run *run)
         int64_t position = (int64_t)run_value(run, "positions")[t];
         int64_t plane = (int64_t)run_value(run, "plane")[l];
         double value =
-            run_value(run, "in")[(t * planes + plane) * hidden + h] +
+            context_in(c, run, t, plane, h) +
             noise_of(c, (struct rng_key){{word, word}}, (position * layers + l) * hidden + h);
         run_expected(run, "out")[i] = blank != NULL && blank[t] != 0.0 ? 0.0 : value;
     }
@@ -479,10 +509,12 @@ static void context_expect(const struct kernel_case *c, struct kernel_run *run)
 static void context_call(const struct kernel_case *c, struct kernel_run *run)
 {
     struct context_load op = {.tokens = c->shape[0],
-                              .planes = c->shape[1],
                               .layers = c->shape[2],
                               .hidden = c->shape[3],
                               .in = run_device(run, "in"),
+                              .in_bytes = c->shape[1] * c->shape[3] * (has(c, CASE_FLOAT8) ? 1 : 2),
+                              .scales = run_device(run, "scales"),
+                              .scale_stride = c->shape[1],
                               .plane = run_device(run, "plane"),
                               .type = c->type,
                               .out = run_device(run, "out"),

@@ -12,7 +12,8 @@ void test_row_open(struct row *row, const int32_t *lengths, int64_t documents, i
     int64_t tokens = 0;
     for (int64_t d = 0; d < documents; d++)
         tokens += lengths[d];
-    row_open(row, tokens, planes, hidden_size, NULL);
+    struct feature_layout features = feature_layout_make(planes, true, hidden_size, false);
+    row_open(row, tokens, &features, NULL);
     memset(row->hidden, 0, (size_t)(tokens * planes * hidden_size) * sizeof(*row->hidden));
     row->tokens = row->supervised = tokens;
     row->documents = documents;
