@@ -471,8 +471,8 @@ static struct checkpoint_writer *open_writer(int64_t keep, bool background)
 {
     struct checkpoint_writer *writer = NULL;
     struct error err = {""};
-    if (checkpoint_writer_open(&writer, folder, &drafter.params, &drafter.info, keep, background,
-                               &err) != 0)
+    if (checkpoint_writer_open(&writer, folder, &drafter.params, NULL, &drafter.info, keep,
+                               background, &err) != 0)
         fail_msg("%s", err.text);
     return writer;
 }

@@ -1,7 +1,8 @@
 // Checkpoints: RUN/checkpoints/step-00001200/ with master.safetensors, adam_m.safetensors,
 // adam_v.safetensors (fp32, whole tensors by name), state.json (counters, data fingerprint, loss of the
 // clock), config.yaml, execution.json, provenance.json, model.safetensors + config.json (servable,
-// z-lab layout), and an empty DONE, written last.
+// z-lab layout), and an empty DONE, written last. Of several ranks each writes the tensors it owns into files
+// of its own, master-00001-of-00002.safetensors and so on; all else is rank 0's. Any number of ranks reads it.
 #ifndef TRAINER_CHECKPOINT_H
 #define TRAINER_CHECKPOINT_H
 
@@ -26,7 +27,15 @@ struct checkpoint_info {
 int checkpoint_write(const char *directory, const struct model_state *state,
                      const struct checkpoint_info *info, struct error *err);
 
-// Reads a checkpoint directory into state (params given): every tensor by name with its shape checked;
+// The same in parts, for several ranks: rank 0 makes the folder `begun` (checkpoint_folder.h); each rank
+// writes its part there; when all have, rank 0 completes it, or discards it when one could not.
+int checkpoint_write_part(const char *begun, const struct model_state *state,
+                          const struct checkpoint_info *info, struct error *err);
+int checkpoint_complete(const char *directory, const char *begun, const struct model_state *state,
+                        const struct checkpoint_info *info, struct error *err);
+void checkpoint_discard(const char *begun);
+
+// Reads the tensors that state owns from a checkpoint directory: by name, with their shapes checked;
 // errors name the file and the tensor. fingerprint may be NULL.
 int checkpoint_read(const char *path, struct model_state *state, uint64_t *fingerprint,
                     struct error *err);
@@ -45,15 +54,35 @@ int checkpoint_prune(const char *directory, int64_t keep, int64_t best_step, str
 int checkpoint_mark_best(const char *directory, int64_t step, struct error *err);
 
 // Background writing: one thread, one snapshot. A save asked for while one is running waits for it.
+// Of several ranks each has a writer. A part that is written waits there until all ranks are known to have
+// written theirs, or not: checkpoint_writer_conclude.
+enum checkpoint_phase {
+    CHECKPOINT_IDLE,
+    CHECKPOINT_WRITING,
+    CHECKPOINT_WRITTEN, // this rank's part
+    CHECKPOINT_FAILED,  // to write this rank's part
+    CHECKPOINT_CONCLUDING,
+};
 struct checkpoint_writer;
+// ownership: of the snapshot; NULL: one rank.
 int checkpoint_writer_open(struct checkpoint_writer **writer, const char *directory,
-                           const struct params *params, const struct checkpoint_info *info,
-                           int64_t keep, bool background, struct error *err);
+                           const struct params *params, const struct ownership *ownership,
+                           const struct checkpoint_info *info, int64_t keep, bool background,
+                           struct error *err);
 // The host snapshot to fill before checkpoint_writer_save; waits until an earlier write has ended.
 struct model_state *checkpoint_writer_snapshot(struct checkpoint_writer *writer);
 // Starts writing the snapshot; best: mark it as best when it is complete. A failed write is logged and
 // counted, the run goes on.
 void checkpoint_writer_save(struct checkpoint_writer *writer, bool best);
+// The same of several ranks, into the folder that rank 0 has made.
+void checkpoint_writer_save_part(struct checkpoint_writer *writer, const char *begun, bool best);
+// Waits up to `seconds` while this process is at work, then says where it is.
+enum checkpoint_phase checkpoint_writer_phase(struct checkpoint_writer *writer, double seconds);
+// All ranks have written their parts, or one has failed to: rank 0 completes or discards the checkpoint in
+// the background, the others are idle again.
+void checkpoint_writer_conclude(struct checkpoint_writer *writer, bool all_written);
+// A checkpoint that could not be begun.
+void checkpoint_writer_failed(struct checkpoint_writer *writer, const char *text);
 // Waits for the last write. Returns -1 with the error of the newest write if that one failed.
 int checkpoint_writer_wait(struct checkpoint_writer *writer, struct error *err);
 void checkpoint_writer_close(struct checkpoint_writer *writer);

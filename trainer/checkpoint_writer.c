@@ -1,5 +1,8 @@
 // Owns when checkpoints are written: one thread, one snapshot, so that training waits for a copy only.
+#include "trainer/checkpoint.h"
+
 #include <errno.h>
+#include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <time.h>
@@ -7,7 +10,6 @@
 #include "base/log.h"
 #include "base/memory.h"
 #include "base/timer.h"
-#include "trainer/checkpoint.h"
 #include "trainer/checkpoint_folder.h"
 
 // A write that has not ended after this long never will.
@@ -22,8 +24,12 @@ struct checkpoint_writer {
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t changed;
+    char *begun;  // the folder that several ranks write into; NULL: none
+    double start; // of the newest write
+    bool best, all_written;
     // under lock
-    bool busy, best, quit;
+    enum checkpoint_phase phase;
+    bool quit;
     int64_t failures; // of all writes
     int result;       // of the newest write
     struct error err; // of the newest write, when it failed
@@ -41,38 +47,114 @@ static int settle(const struct checkpoint_writer *writer, bool best, struct erro
     return checkpoint_prune(writer->directory, writer->keep, best_step, err);
 }
 
+// Several ranks write together.
+static bool is_shared(const struct checkpoint_writer *writer)
+{
+    return ownership_shared(writer->snapshot.ownership);
+}
+
+static bool is_first(const struct checkpoint_writer *writer)
+{
+    return !is_shared(writer) || writer->snapshot.ownership->rank == 0;
+}
+
+static void set_phase(struct checkpoint_writer *writer, enum checkpoint_phase phase)
+{
+    pthread_mutex_lock(&writer->lock);
+    writer->phase = phase;
+    pthread_cond_broadcast(&writer->changed);
+    pthread_mutex_unlock(&writer->lock);
+}
+
+static void log_failure(const struct checkpoint_writer *writer, const char *text)
+{
+    log_error("the checkpoint of step %lld could not be written; the run goes on, earlier "
+              "checkpoints are as they were: %s",
+              (long long)writer->snapshot.counters.step, text);
+}
+
+// A write has ended, well or not.
+static void end_write(struct checkpoint_writer *writer, int result, const struct error *err)
+{
+    pthread_mutex_lock(&writer->lock);
+    writer->result = result;
+    writer->err = *err;
+    writer->failures += result != 0;
+    pthread_mutex_unlock(&writer->lock);
+}
+
+// Of a checkpoint that is complete, or is not going to be.
+static void report(struct checkpoint_writer *writer, int result, const struct error *err)
+{
+    struct error after = {""};
+    long long step = (long long)writer->snapshot.counters.step;
+    if (result != 0) {
+        log_failure(writer, err->text);
+        return;
+    }
+    log_info("checkpoint of step %lld written in %.1f s%s", step, timer_now() - writer->start,
+             writer->best ? ", the best so far" : "");
+    if (settle(writer, writer->best, &after) != 0)
+        log_error("after the checkpoint of step %lld: %s", step, after.text);
+}
+
+// All of it, alone.
 static void write_snapshot(struct checkpoint_writer *writer)
 {
     struct error err = {""};
-    double start = timer_now();
-    long long step = (long long)writer->snapshot.counters.step;
     int result = checkpoint_write(writer->directory, &writer->snapshot, writer->info, &err);
-    if (result == 0) {
-        log_info("checkpoint of step %lld written in %.1f s%s", step, timer_now() - start,
-                 writer->best ? ", the best so far" : "");
-        if (settle(writer, writer->best, &err) != 0)
-            log_error("after the checkpoint of step %lld: %s", step, err.text);
+    report(writer, result, &err);
+    end_write(writer, result, &err);
+    set_phase(writer, CHECKPOINT_IDLE);
+}
+
+static void write_part(struct checkpoint_writer *writer)
+{
+    struct error err = {""};
+    int result = checkpoint_write_part(writer->begun, &writer->snapshot, writer->info, &err);
+    if (result != 0)
+        log_failure(writer, err.text);
+    end_write(writer, result, &err);
+    set_phase(writer, result == 0 ? CHECKPOINT_WRITTEN : CHECKPOINT_FAILED);
+}
+
+// Of rank 0.
+static void conclude(struct checkpoint_writer *writer)
+{
+    struct error err = {""};
+    if (writer->all_written) {
+        int result = checkpoint_complete(writer->directory, writer->begun, &writer->snapshot,
+                                         writer->info, &err);
+        report(writer, result, &err);
+        end_write(writer, result, &err);
     } else {
-        log_error("the checkpoint of step %lld could not be written; the run goes on, earlier "
-                  "checkpoints are as they were: %s",
-                  step, err.text);
+        checkpoint_discard(writer->begun);
     }
-    pthread_mutex_lock(&writer->lock);
-    writer->result = result;
-    writer->err = err;
-    writer->failures += result != 0;
-    writer->busy = false;
-    pthread_cond_broadcast(&writer->changed);
-    pthread_mutex_unlock(&writer->lock);
+    set_phase(writer, CHECKPOINT_IDLE);
 }
 
 static bool has_work(void *context)
 {
     struct checkpoint_writer *writer = context;
     pthread_mutex_lock(&writer->lock);
-    bool work = writer->busy || writer->quit;
+    bool work = writer->phase != CHECKPOINT_IDLE || writer->quit;
     pthread_mutex_unlock(&writer->lock);
     return work;
+}
+
+static bool is_at_work(enum checkpoint_phase phase)
+{
+    return phase == CHECKPOINT_WRITING || phase == CHECKPOINT_CONCLUDING;
+}
+
+static void work(struct checkpoint_writer *writer, enum checkpoint_phase phase)
+{
+    if (phase == CHECKPOINT_CONCLUDING)
+        conclude(writer);
+    else if (is_shared(writer))
+        write_part(writer);
+    else
+        write_snapshot(writer);
 }
 
 static void *run_writer(void *argument)
@@ -81,26 +163,28 @@ static void *run_writer(void *argument)
     model_state_populate(&writer->snapshot, has_work, writer);
     for (;;) {
         pthread_mutex_lock(&writer->lock);
-        while (!writer->busy && !writer->quit)
+        while (!is_at_work(writer->phase) && !writer->quit)
             pthread_cond_wait(&writer->changed, &writer->lock);
-        bool busy = writer->busy;
+        enum checkpoint_phase phase = writer->phase;
         pthread_mutex_unlock(&writer->lock);
-        if (!busy)
+        if (!is_at_work(phase))
             return NULL;
-        write_snapshot(writer);
+        work(writer, phase);
     }
 }
 
 int checkpoint_writer_open(struct checkpoint_writer **writer, const char *directory,
-                           const struct params *params, const struct checkpoint_info *info,
-                           int64_t keep, bool background, struct error *err)
+                           const struct params *params, const struct ownership *ownership,
+                           const struct checkpoint_info *info, int64_t keep, bool background,
+                           struct error *err)
 {
     struct checkpoint_writer *w = memory_alloc(1, sizeof(*w));
     w->directory = memory_strdup(directory);
     w->info = info;
     w->keep = keep;
     w->background = background;
-    model_state_open(&w->snapshot, params);
+    model_state_open_own(&w->snapshot, params, ownership,
+                         ownership_shared(ownership) && ownership->rank == 0);
     pthread_condattr_t attributes;
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
@@ -116,19 +200,36 @@ int checkpoint_writer_open(struct checkpoint_writer **writer, const char *direct
     return error_set(err, "checkpoints: can not start the thread that writes them");
 }
 
-// Until no write is running; false: it did not end in time.
-static bool wait_idle(struct checkpoint_writer *writer)
+static struct timespec seconds_from_now(double seconds)
 {
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_sec += WAIT_SECONDS;
+    double whole = floor(seconds);
+    until.tv_sec += (time_t)whole;
+    until.tv_nsec += (long)((seconds - whole) * 1e9);
+    if (until.tv_nsec >= 1000000000) {
+        until.tv_sec++;
+        until.tv_nsec -= 1000000000;
+    }
+    return until;
+}
+
+enum checkpoint_phase checkpoint_writer_phase(struct checkpoint_writer *writer, double seconds)
+{
+    struct timespec until = seconds_from_now(seconds);
     int status = 0;
     pthread_mutex_lock(&writer->lock);
-    while (writer->busy && status == 0)
+    while (is_at_work(writer->phase) && status == 0)
         status = pthread_cond_timedwait(&writer->changed, &writer->lock, &until);
-    bool idle = !writer->busy;
+    enum checkpoint_phase phase = writer->phase;
     pthread_mutex_unlock(&writer->lock);
-    return idle;
+    return phase;
+}
+
+// Until no write is running; false: it did not end in time.
+static bool wait_idle(struct checkpoint_writer *writer)
+{
+    return !is_at_work(checkpoint_writer_phase(writer, WAIT_SECONDS));
 }
 
 struct model_state *checkpoint_writer_snapshot(struct checkpoint_writer *writer)
@@ -139,16 +240,55 @@ struct model_state *checkpoint_writer_snapshot(struct checkpoint_writer *writer)
     return &writer->snapshot;
 }
 
+static void begin_work(struct checkpoint_writer *writer, enum checkpoint_phase phase)
+{
+    set_phase(writer, phase);
+    if (!writer->background)
+        work(writer, phase);
+}
+
 void checkpoint_writer_save(struct checkpoint_writer *writer, bool best)
 {
-    BUG_UNLESS(wait_idle(writer));
-    pthread_mutex_lock(&writer->lock);
-    writer->busy = true;
+    BUG_UNLESS(wait_idle(writer) && !is_shared(writer));
     writer->best = best;
-    pthread_cond_broadcast(&writer->changed);
-    pthread_mutex_unlock(&writer->lock);
-    if (!writer->background)
-        write_snapshot(writer);
+    writer->start = timer_now();
+    begin_work(writer, CHECKPOINT_WRITING);
+}
+
+void checkpoint_writer_save_part(struct checkpoint_writer *writer, const char *begun, bool best)
+{
+    BUG_UNLESS(checkpoint_writer_phase(writer, 0.0) == CHECKPOINT_IDLE && is_shared(writer));
+    free(writer->begun);
+    writer->begun = memory_strdup(begun);
+    writer->best = best;
+    writer->start = timer_now();
+    begin_work(writer, CHECKPOINT_WRITING);
+}
+
+void checkpoint_writer_conclude(struct checkpoint_writer *writer, bool all_written)
+{
+    enum checkpoint_phase phase = checkpoint_writer_phase(writer, 0.0);
+    BUG_UNLESS(phase == CHECKPOINT_WRITTEN || phase == CHECKPOINT_FAILED);
+    if (!all_written && phase == CHECKPOINT_WRITTEN) {
+        struct error err = {""};
+        error_set(&err, "the checkpoint of step %lld: another rank could not write its part",
+                  (long long)writer->snapshot.counters.step);
+        end_write(writer, -1, &err);
+    }
+    writer->all_written = all_written;
+    if (is_first(writer))
+        begin_work(writer, CHECKPOINT_CONCLUDING);
+    else
+        set_phase(writer, CHECKPOINT_IDLE);
+}
+
+void checkpoint_writer_failed(struct checkpoint_writer *writer, const char *text)
+{
+    struct error err = {""};
+    error_set(&err, "%s", text);
+    if (is_first(writer))
+        log_failure(writer, text);
+    end_write(writer, -1, &err);
 }
 
 int checkpoint_writer_wait(struct checkpoint_writer *writer, struct error *err)
@@ -179,6 +319,7 @@ void checkpoint_writer_close(struct checkpoint_writer *writer)
     pthread_cond_destroy(&writer->changed);
     pthread_mutex_destroy(&writer->lock);
     model_state_close(&writer->snapshot);
+    free(writer->begun);
     free(writer->directory);
     free(writer);
 }

@@ -148,7 +148,7 @@ static int write_values(struct safetensors_writer *writer, int index, const floa
 }
 
 static int write_tensors(struct safetensors_writer *writer, const struct params *params,
-                         const float *master, struct error *err)
+                         const struct export_weights *weights, struct error *err)
 {
     safetensors_writer_metadata(writer, "format", "pt"); // transformers asks for it
     for (size_t i = 0; i < params->count; i++) {
@@ -161,19 +161,24 @@ static int write_tensors(struct safetensors_writer *writer, const struct params 
     int result = 0;
     for (size_t i = 0; i < params->count && result == 0; i++) {
         const struct param *param = &params->items[i];
-        result = write_values(writer, (int)i, master + param->offset, param->count, chunk, err);
+        if (weights->master != NULL)
+            result = write_values(writer, (int)i, weights->master + param->offset, param->count,
+                                  chunk, err);
+        else
+            result = safetensors_writer_write(writer, (int)i, 0, weights->served + param->offset,
+                                              (size_t)param->count * sizeof(bf16), err);
     }
     free(chunk);
     return result;
 }
 
-static int write_model(const char *path, const struct params *params, const float *master,
-                       struct error *err)
+static int write_model(const char *path, const struct params *params,
+                       const struct export_weights *weights, struct error *err)
 {
     struct safetensors_writer *writer;
     if (safetensors_writer_open(&writer, path, err) != 0)
         return -1;
-    int result = write_tensors(writer, params, master, err);
+    int result = write_tensors(writer, params, weights, err);
     struct error close_err = {""};
     int closed = safetensors_writer_close(writer, result == 0, &close_err);
     if (result == 0 && closed != 0)
@@ -181,13 +186,13 @@ static int write_model(const char *path, const struct params *params, const floa
     return result;
 }
 
-int export_zlab_write(const char *directory, const struct params *params, const float *master,
-                      const struct dflash_sizes *sizes, const struct target *target,
-                      struct error *err)
+int export_zlab_write(const char *directory, const struct params *params,
+                      const struct export_weights *weights, const struct dflash_sizes *sizes,
+                      const struct target *target, struct error *err)
 {
     char *model = memory_format("%s/model.safetensors", directory);
     char *config = memory_format("%s/config.json", directory);
-    int result = write_model(model, params, master, err);
+    int result = write_model(model, params, weights, err);
     if (result == 0) {
         cJSON *object = make_config(sizes, target);
         result = json_write_file(object, config, err);

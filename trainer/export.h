@@ -20,9 +20,13 @@ int export_check_servable(const struct dflash_sizes *sizes, enum export_format f
                           const char *allow, struct error *err);
 // Writes model.safetensors and config.json in z-lab's layout into an existing directory. Does not ask
 // export_check_servable: checkpoints are written for every drafter.
-int export_zlab_write(const char *directory, const struct params *params, const float *master,
-                      const struct dflash_sizes *sizes, const struct target *target,
-                      struct error *err);
+struct export_weights {
+    const float *master; // [params->elements], to be rounded; NULL: served
+    const bf16 *served;  // [params->elements]
+};
+int export_zlab_write(const char *directory, const struct params *params,
+                      const struct export_weights *weights, const struct dflash_sizes *sizes,
+                      const struct target *target, struct error *err);
 
 // A drafter in speculators' layout, with the target's embedding and head.
 struct export_speculators {

@@ -75,6 +75,16 @@ static size_t target_bytes(const struct target *target)
     return bytes;
 }
 
+// Of the rank that owns most; of several, rank 0 has all weights as servers read them besides.
+static size_t snapshot_bytes(const struct plan *plan, int64_t ranks)
+{
+    struct ownership ownership;
+    ownership_open(&ownership, &plan->params, (int)ranks, 0);
+    size_t bytes = 3 * sizeof(float) * (size_t)ownership_most(&ownership);
+    ownership_close(&ownership);
+    return bytes + (ranks > 1 ? (size_t)plan->params.elements * sizeof(bf16) : 0);
+}
+
 static void sum_host(struct plan *plan, const struct plan_subject *subject,
                      const struct config *config)
 {
@@ -84,7 +94,7 @@ static void sum_host(struct plan *plan, const struct plan_subject *subject,
         add_part(plan->host, &plan->host_count, "prefetched rows",
                  (size_t)(config->data.prefetch_rows + 1) * row);
         add_part(plan->host, &plan->host_count, "checkpoint snapshot",
-                 3 * sizeof(float) * (size_t)plan->params.elements);
+                 snapshot_bytes(plan, subject->ranks));
     }
     if (subject->validates || !subject->training)
         add_part(plan->host, &plan->host_count, "validation rows", 2 * row);
@@ -127,6 +137,8 @@ int plan_make(struct plan *plan, const struct plan_subject *subject, const struc
     dflash_params(&plan->sizes, &plan->params);
     if (execution_choose(&plan->execution, config, &plan->sizes, subject->backend, err) != 0)
         return -1;
+    plan->execution.world_size = subject->ranks;
+    plan->trains = subject->training;
     plan->first = plan_cut_of(&plan->execution);
     if (fixed != NULL)
         plan->execution = *fixed;
@@ -149,43 +161,36 @@ void plan_release(struct plan *plan)
     params_release(&plan->params);
 }
 
-// Elements of the rank that owns most when whole tensors, the largest first, each go to the rank that
-// has least so far.
-static int64_t largest_share(const struct params *params, int64_t ranks)
+static size_t planned(size_t bytes)
 {
-    int64_t *owned = memory_alloc((size_t)ranks, sizeof(*owned)), largest = 0;
-    bool *given = memory_alloc(params->count, sizeof(*given));
-    for (size_t n = 0; n < params->count; n++) {
-        size_t next = params->count;
-        for (size_t i = 0; i < params->count; i++)
-            if (!given[i] &&
-                (next == params->count || params->items[i].count > params->items[next].count))
-                next = i;
-        given[next] = true;
-        int64_t least = 0;
-        for (int64_t r = 1; r < ranks; r++)
-            if (owned[r] < owned[least])
-                least = r;
-        owned[least] += params->items[next].count;
-    }
-    for (int64_t r = 0; r < ranks; r++)
-        largest = owned[r] > largest ? owned[r] : largest;
-    free(given);
-    free(owned);
-    return largest;
+    return (bytes + ARENA_ALIGNMENT - 1) / ARENA_ALIGNMENT * ARENA_ALIGNMENT;
+}
+
+// Masters and moments of the rank that owns most. In fp32 the masters are the weights; owned by ranks they
+// are not, and every rank needs them all.
+static size_t optimizer_bytes(const struct plan *plan, int64_t ranks)
+{
+    struct ownership ownership;
+    ownership_open(&ownership, &plan->params, (int)ranks, 0);
+    size_t arrays = plan->trains ? 3 : 1;
+    size_t bytes = arrays * planned((size_t)ownership_most(&ownership) * sizeof(float));
+    ownership_close(&ownership);
+    if (computes_fp32(plan))
+        bytes += planned((size_t)plan->params.elements * sizeof(float));
+    return bytes;
 }
 
 size_t plan_part_bytes(const struct plan *plan, size_t part, int64_t ranks)
 {
     const struct plan_part *p = &plan->device[part];
     BUG_UNLESS(ranks > 0 && ranks <= PLAN_MOST_RANKS);
-    if (ranks == 1 || strcmp(p->name, "optimizer") != 0)
-        return p->bytes;
-    double share = (double)largest_share(&plan->params, ranks) / (double)plan->params.trainable;
-    size_t bytes = (size_t)((double)p->bytes * share);
-    // In fp32 the masters are the weights; owned by ranks they are not, and every rank needs them all.
-    if (computes_fp32(plan))
-        bytes += (size_t)plan->params.elements * sizeof(float);
+    if (ranks > 1 && strcmp(p->name, "optimizer") == 0)
+        return optimizer_bytes(plan, ranks);
+    size_t bytes = p->bytes;
+    if (ranks > 1 && strcmp(p->name, "weights") == 0)
+        bytes += planned((size_t)plan->params.norm_elements * sizeof(float));
+    if (ranks > 1 && strcmp(p->name, "gradients") == 0)
+        bytes += planned(plan->params.count * sizeof(double)); // squares of each rank's own
     return bytes;
 }
 

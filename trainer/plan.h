@@ -39,6 +39,7 @@ struct plan_cut {
 struct plan {
     struct dflash_sizes sizes;
     struct params params;
+    bool trains;                         // not scoring only
     struct plan_cut first;               // what would be chosen if memory had no end
     struct execution execution;          // what is chosen
     struct arena arena;                  // table of what a step takes on one rank

@@ -9,6 +9,12 @@
 #include "trainer/plan_fit.h"
 #include "trainer/plan_print.h"
 
+// Ranks that share a machine's memory.
+static size_t machine_ranks(const struct session *session)
+{
+    return session->local_ranks > 1 ? (size_t)session->local_ranks : 1;
+}
+
 // What a run may take in all. On a GPU most of the context that the plan counts is there already.
 static size_t free_memory(const struct session *session)
 {
@@ -16,9 +22,16 @@ static size_t free_memory(const struct session *session)
     uint64_t limit = config_memory_limit(session->config);
     session->backend->memory(&left, &total);
     used = total - left;
-    if (strcmp(session->backend->name, "cpu") != 0)
+    if (strcmp(session->backend->name, "cpu") == 0)
+        left /= machine_ranks(session);
+    else
         left += used < CUDA_CONTEXT_BEGUN_BYTES ? used : CUDA_CONTEXT_BEGUN_BYTES;
-    return limit > 0 && limit < left ? (size_t)limit : left;
+    left = limit > 0 && limit < left ? (size_t)limit : left;
+    if (session_ranks(session) == 1)
+        return left;
+    int64_t least = -(int64_t)left; // all ranks choose alike, so the one with least memory decides
+    ranks_max(session->ranks, &least, 1);
+    return (size_t)-least;
 }
 
 static struct plan_subject subject_of(const struct session *session, bool training)
@@ -35,7 +48,7 @@ static struct plan_subject subject_of(const struct session *session, bool traini
                                    .validates = session->has_val,
                                    .documents =
                                        (int64_t)(session->train.count + session->val.count),
-                                   .ranks = 1,
+                                   .ranks = session_ranks(session),
                                    .limit = free_memory(session)};
     memcpy(subject.plane, session->plane, sizeof(subject.plane));
     memcpy(subject.layer_ids, session->sizes.target_layer_ids, sizeof(subject.layer_ids));
@@ -200,7 +213,7 @@ static int refuse(const struct plan_subject *subject, const struct config *confi
 }
 
 // Beside a GPU, the host's part is memory of its own, most of it pinned.
-static int check_host(const struct plan *plan, struct error *err)
+static int check_host(const struct session *session, const struct plan *plan, struct error *err)
 {
     size_t available = 0, total = 0, needed = plan_host_needed(plan);
     char need[BYTE_SIZE_TEXT], have[BYTE_SIZE_TEXT], text[BYTE_SIZE_TEXT], parts[512] = "";
@@ -208,14 +221,16 @@ static int check_host(const struct plan *plan, struct error *err)
     if (strcmp(plan->execution.device, "cpu") == 0)
         return 0;
     backend_cpu()->memory(&available, &total);
+    available /= machine_ranks(session);
     if (needed <= available)
         return 0;
     for (size_t i = 0; i < plan->host_count && at < sizeof(parts); i++)
         at +=
             (size_t)snprintf(parts + at, sizeof(parts) - at, "%s%s %s", i > 0 ? ", " : "",
                              plan->host[i].name, byte_size_text((double)plan->host[i].bytes, text));
-    error_set(err, "this run needs %s of host memory, %s are available",
-              byte_size_text((double)needed, need), byte_size_text((double)available, have));
+    error_set(err, "this run needs %s of host memory%s, %s are available",
+              byte_size_text((double)needed, need), machine_ranks(session) > 1 ? " a rank" : "",
+              byte_size_text((double)available, have));
     return error_add(err,
                      "  %s\nfewer data.prefetch_rows, a smaller data.seq_len or fewer "
                      "drafter.layers need less",
@@ -253,7 +268,7 @@ int plan_admit(struct session *session, enum plan_admission how, size_t *planned
     if (status == 0 && !plan.fits)
         status = refuse(&subject, session->config, &plan, how, err);
     if (status == 0)
-        status = check_host(&plan, err);
+        status = check_host(session, &plan, err);
     if (status == 0 && !frozen)
         log_cut(&plan);
     if (status == 0)

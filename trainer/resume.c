@@ -191,10 +191,13 @@ static int follow(struct session *session, const struct execution *before, struc
         memcpy(now->recompute, before->recompute, sizeof(now->recompute));
     if (session->config->parallel.threads == 0)
         now->threads = before->threads;
-    if (execution_compare(before, now, err) != 0)
-        return -1;
-    now->gemm = before->gemm;
-    return 0;
+    int64_t ranks = now->world_size; // another number is another order of additions, nothing else
+    now->world_size = before->world_size;
+    int status = execution_compare(before, now, err);
+    now->world_size = ranks;
+    if (status == 0)
+        now->gemm = before->gemm;
+    return status;
 }
 
 // A run that ended before its first checkpoint, or a folder that was given another run's
@@ -224,6 +227,7 @@ static int obey_frozen(struct resume *resume, struct session *session, struct er
     struct execution before;
     int status = read_execution(&before, session, path, err);
     free(path);
+    resume->ranks = before.world_size;
     resume->failed = status != 0;
     if (status != 0)
         return -1;
@@ -268,6 +272,37 @@ int resume_find(struct resume *resume, const struct run_folder *folder, struct s
     return obey_frozen(resume, session, err);
 }
 
+void resume_share(struct resume *resume, struct session *session)
+{
+    struct shared {
+        struct execution execution;
+        bool found, followed, warned;
+        int64_t epochs, max_steps, ranks;
+        char path[4096];
+    } *shared = memory_alloc(1, sizeof(*shared));
+    if (resume->path != NULL && strlen(resume->path) >= sizeof(shared->path))
+        die("%s: a path of more than %zu bytes", resume->path, sizeof(shared->path) - 1);
+    *shared = (struct shared){.execution = session->execution,
+                              .found = resume->path != NULL,
+                              .followed = resume->followed,
+                              .warned = resume->warned,
+                              .epochs = resume->epochs,
+                              .ranks = resume->ranks,
+                              .max_steps = resume->max_steps};
+    if (shared->found)
+        strcpy(shared->path, resume->path);
+    ranks_share(session->ranks, shared, sizeof(*shared), 0);
+    free(resume->path);
+    resume->path = shared->found ? memory_strdup(shared->path) : NULL;
+    resume->followed = shared->followed;
+    resume->warned = shared->warned;
+    resume->epochs = shared->epochs;
+    resume->max_steps = shared->max_steps;
+    resume->ranks = shared->ranks;
+    session->execution = shared->execution;
+    free(shared);
+}
+
 int resume_load(struct resume *resume, const struct session *session, struct model_state *state,
                 struct error *err)
 {
@@ -290,6 +325,10 @@ int resume_load(struct resume *resume, const struct session *session, struct mod
             "by a verdict file beside their shard)",
             resume->path, (long long)session->train.dropped_bad);
     log_info("resuming from %s", resume->path);
+    if (resume->ranks != session_ranks(session))
+        log_info("it was written by %lld ranks, now there are %d: results agree to rounding, not "
+                 "bitwise",
+                 (long long)resume->ranks, session_ranks(session));
     return 0;
 }
 

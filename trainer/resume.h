@@ -11,6 +11,7 @@ struct resume {
     char *path;                // the checkpoint; NULL: start from the beginning
     bool followed;             // no checkpoint, but the run folder's execution.json is obeyed
     int64_t epochs, max_steps; // of the checkpoint's config
+    int64_t ranks;             // that wrote it
     bool warned;               // that results are not bitwise the same
     bool failed; // a fault of the checkpoint (status 1), not of config or data (status 2)
 };
@@ -23,6 +24,8 @@ bool resume_likely(const struct resume *resume, const char *run_dir);
 // Writes nothing.
 int resume_find(struct resume *resume, const struct run_folder *folder, struct session *session,
                 struct error *err);
+// Of several ranks: what rank 0 has found becomes every rank's, the session's execution too.
+void resume_share(struct resume *resume, struct session *session);
 // Fills state from the checkpoint, whose data must be the session's; without one, its counters only.
 int resume_load(struct resume *resume, const struct session *session, struct model_state *state,
                 struct error *err);

@@ -79,8 +79,8 @@ void row_shares_make(struct row_shares *shares, const struct packing *packing,
     for (int64_t begin = 0; begin < packing->rows; begin += most) {
         int64_t count = packing->rows - begin < most ? packing->rows - begin : most;
         for (int64_t i = 0; i < count; i++)
-            order[i] = (struct costly){row_work_estimate(work, documents, packing, begin + i),
-                                       begin + i};
+            order[i] =
+                (struct costly){row_work_estimate(work, documents, packing, begin + i), begin + i};
         qsort(order, (size_t)count, sizeof(*order), costly_first);
         for (int r = 0; r < ranks; r++)
             busy[r] = 0.0;

@@ -10,9 +10,9 @@
 
 // What a row costs, in floating-point operations. Each supervised token is taken for an anchor.
 struct row_work {
-    double token, block;     // of a token of the context, of a block without its attention
-    double visible;          // of a block and a token of context that it sees
-    int64_t most_per_row;    // anchors; 0: any number
+    double token, block;  // of a token of the context, of a block without its attention
+    double visible;       // of a block and a token of context that it sees
+    int64_t most_per_row; // anchors; 0: any number
     int64_t most_per_document;
 };
 struct row_work row_work_of(const struct dflash_sizes *sizes, const struct params *params);

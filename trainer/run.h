@@ -1,5 +1,5 @@
 // A training run: what its files share. Opening is run_open.c's, one step run_step.c's, what it says of
-// itself run_words.c's; epochs, validation, checkpoints and signals are train.c's.
+// itself run_words.c's, its checkpoints run_save.c's; epochs, validation and signals are train.c's.
 #ifndef TRAINER_RUN_H
 #define TRAINER_RUN_H
 
@@ -20,6 +20,7 @@ struct start_times {
 struct run {
     const struct options *options;
     struct config config;
+    struct ranks *ranks; // NULL: not joined yet
     struct session session;
     struct release release; // that a fresh run starts from; open until then
     struct run_folder folder;
@@ -29,7 +30,9 @@ struct run {
     struct checkpoint_info info;
     struct source *source;
     struct prefetch *prefetch;
-    struct row *next_row; // taken from prefetch and staged; NULL: none
+    struct row_shares shares; // of shares_epoch; none with one rank
+    int64_t shares_epoch;     // -1: none yet
+    struct row *next_row;     // taken from prefetch and staged; NULL: none
     struct validation *validation;
     struct counters counters;
     struct session_steps steps;
@@ -47,16 +50,29 @@ struct run {
 // unless *status says otherwise.
 int run_open(struct run *run, int *status, struct error *err);
 void run_close(struct run *run);
+// For who waits on behalf of a run: true once a signal came, to whichever rank. context: the run.
+bool run_stop(void *context);
+// Rows of this rank among the epoch's next `rows`.
+int64_t run_own_rows(struct run *run, int64_t rows);
 
 // One optimizer step. 0: done, 1: stopped, -1: failed.
 int run_step(struct run *run, struct error *err);
 // Too many bad documents? -1 when there are.
 int run_check_bad_fraction(const struct run *run, struct error *err);
 
+// Copies the state and has it written; best: as the best so far. Every rank calls it at the same step.
+void run_save(struct run *run, bool best);
+// Puts where this rank's writing stands into the step's words; looks what all have said, after the step.
+void run_tell_saving(struct run *run);
+void run_conclude_saving(struct run *run);
+// Waits for the last checkpoint. -1 on all ranks when it could not be written.
+int run_finish_saving(struct run *run, struct error *err);
+
 // The most memory so far: of the device, by everybody on it; on the CPU of this process.
 double run_peak_memory(struct run *run);
 void run_describe_start(const struct run *run);
 void run_report_memory(struct run *run);
+// Names the documents of the ranks whose gradients were not finite. Every rank calls it.
 void run_name_nonfinite(const struct run *run, const struct step_outcome *outcome);
 // What a step had none of, when it had no weight.
 const char *run_nothing_of(const struct metrics *metrics);

@@ -53,11 +53,17 @@ static int take_lock(struct run_folder *folder, struct error *err)
 
 // ---- opening and closing -------------------------------------------------------------------------
 
-int run_folder_open(struct run_folder *folder, const char *path, struct error *err)
+void run_folder_name(struct run_folder *folder, const char *path)
 {
-    *folder = (struct run_folder){.lock_fd = -1, .terminal = isatty(STDERR_FILENO) == 1};
+    *folder = (struct run_folder){.lock_fd = -1};
     folder->path = memory_strdup(path);
     folder->checkpoints = memory_format("%s/checkpoints", path);
+}
+
+int run_folder_open(struct run_folder *folder, const char *path, struct error *err)
+{
+    run_folder_name(folder, path);
+    folder->terminal = isatty(STDERR_FILENO) == 1;
     if (files_make_folder(folder->checkpoints, err) != 0 || take_lock(folder, err) != 0)
         return -1;
     char *log = memory_format("%s/log.txt", path);

@@ -23,6 +23,8 @@ struct run_folder {
 // Creates what is missing and takes the lock (an error names the process that holds it). Sets the log
 // file.
 int run_folder_open(struct run_folder *folder, const char *path, struct error *err);
+// Of a rank that writes nothing there but its part of checkpoints: names only.
+void run_folder_name(struct run_folder *folder, const char *path);
 void run_folder_close(struct run_folder *folder);
 // Opens metrics.jsonl for appending, cut to the whole lines of what a resumed run has behind it: steps
 // and validations up to the counters'. NULL: the run starts, nothing is kept. Starts a new event file

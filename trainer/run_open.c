@@ -10,6 +10,34 @@
 #include "trainer/signals.h"
 #include "trainer/tune.h"
 
+bool run_stop(void *context)
+{
+    const struct run *run = context;
+    return (run->ranks != NULL ? ranks_signal(run->ranks) : signals_received()) != 0;
+}
+
+// This rank's rows among rows [begin, end) of the running epoch.
+static int64_t own_rows(struct run *run, int64_t begin, int64_t end)
+{
+    const struct session *session = &run->session;
+    struct packing packing;
+    if (session_ranks(session) == 1)
+        return end - begin;
+    if (run->shares_epoch != run->counters.epoch) {
+        row_shares_release(&run->shares);
+        session_pack_epoch(session, (uint64_t)run->counters.epoch, &packing);
+        session_share_rows(session, &packing, &run->shares);
+        packing_release(&packing);
+        run->shares_epoch = run->counters.epoch;
+    }
+    return row_shares_count(&run->shares, session_rank(session), begin, end);
+}
+
+int64_t run_own_rows(struct run *run, int64_t rows)
+{
+    return own_rows(run, run->counters.row, run->counters.row + rows);
+}
+
 static int open_prefetch(struct run *run, struct error *err)
 {
     const struct config *config = &run->config;
@@ -19,14 +47,16 @@ static int open_prefetch(struct run *run, struct error *err)
                                        .seq_len = config->data.seq_len,
                                        .host_alloc = run->session.backend->host_alloc,
                                        .host_free = run->session.backend->host_free,
-                                       .stop = signals_stop};
+                                       .stop = run_stop,
+                                       .stop_context = run};
     if (source_open_shards(&run->source, &run->session.train, config->data.check_crc, err) != 0)
         return -1;
     uint64_t epoch = (uint64_t)run->counters.epoch;
     if (epoch >= run->steps.epochs)
         return 0; // everything has been read
-    return prefetch_open(&run->prefetch, run->source, &options, session_pack_epoch, &run->session,
-                         epoch, run->counters.row, run->steps.epochs - epoch, err);
+    return prefetch_open(&run->prefetch, run->source, &options, session_pack_own, &run->session,
+                         epoch, own_rows(run, 0, run->counters.row), run->steps.epochs - epoch,
+                         err);
 }
 
 // Weights and moments, from a checkpoint or new. *status as in open_run.
@@ -37,7 +67,8 @@ static int load_state(struct run *run, struct resume *resume, int *status, struc
     if (step_open(&run->step, &setup, err) != 0)
         return -1;
     run->times.step = timer_now();
-    run->step.stop = signals_stop;
+    run->step.stop = run_stop;
+    run->step.stop_context = run;
     struct model_state *state = checkpoint_writer_snapshot(run->writer);
     if (resume_load(resume, session, state, err) != 0) {
         *status = resume->failed ? EXIT_FAILED : EXIT_REFUSED;
@@ -115,9 +146,22 @@ static void compare_schedule(const struct run *run, const struct resume *resume)
     session_steps_release(&before);
 }
 
+// Rank 0 looks where the run continues, the others take what it has found.
+static int find_start(struct run *run, struct resume *resume, int *status, struct error *err)
+{
+    struct session *session = &run->session;
+    if (session_rank(session) == 0 && resume_find(resume, &run->folder, session, err) != 0) {
+        *status = resume->failed ? EXIT_FAILED : EXIT_REFUSED;
+        return -1;
+    }
+    if (session_ranks(session) > 1)
+        resume_share(resume, session);
+    return 0;
+}
+
 // Algorithms that a checkpoint was trained with and the library does not know stop the run; without a
 // checkpoint there is nothing to continue.
-static int tune(struct run *run, const struct resume *resume, struct error *err)
+static int tune_alone(struct run *run, const struct resume *resume, struct error *err)
 {
     struct execution *execution = &run->session.execution;
     struct error why = {""};
@@ -133,15 +177,38 @@ static int tune(struct run *run, const struct resume *resume, struct error *err)
     return step_tune(&run->step, execution, err);
 }
 
-// Where the run begins, once its folder is open. *status as in open_run.
+// Rank 0 chooses for all.
+static int tune(struct run *run, const struct resume *resume, struct error *err)
+{
+    struct session *session = &run->session;
+    if (session->backend->gemm_tune == NULL)
+        return 0;
+    if (session_rank(session) == 0 && tune_alone(run, resume, err) != 0)
+        return -1;
+    if (session_ranks(session) == 1)
+        return 0;
+    ranks_share(session->ranks, &session->execution, sizeof(session->execution), 0);
+    return session_rank(session) == 0 ? 0 : step_tune(&run->step, &session->execution, err);
+}
+
+// What rank 0 alone writes from here on.
+static int start_folder(struct run *run, const struct resume *resume, struct error *err)
+{
+    if (session_rank(&run->session) != 0)
+        return 0;
+    if (resume_freeze(&run->folder, &run->session, err) != 0)
+        return -1;
+    return run_folder_start(&run->folder, resume->path != NULL ? &run->counters : NULL,
+                            run->config.log.tensorboard, err);
+}
+
+// Where the run begins, once its folder is open. *status as in run_open.
 static int start_run(struct run *run, struct resume *resume, int *status, struct error *err)
 {
     struct config *config = &run->config;
     struct session *session = &run->session;
-    if (resume_find(resume, &run->folder, session, err) != 0) {
-        *status = resume->failed ? EXIT_FAILED : EXIT_REFUSED;
+    if (find_start(run, resume, status, err) != 0)
         return -1;
-    }
     if (resume->path == NULL && session_open_release(session, &run->release, err) != 0)
         return -1;
     if (admit(run, resume, err) != 0)
@@ -153,13 +220,15 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
                                          .target_name = session->target_name,
                                          .data_fingerprint = session_fingerprint(session),
                                          .command = run->options->command};
-    if (checkpoint_writer_open(&run->writer, run->folder.checkpoints, &session->params, &run->info,
-                               config->checkpoint.keep, config->checkpoint.background, err) != 0 ||
+    if (checkpoint_writer_open(&run->writer, run->folder.checkpoints, &session->params,
+                               &session->ownership, &run->info, config->checkpoint.keep,
+                               config->checkpoint.background, err) != 0 ||
         load_state(run, resume, status, err) != 0 || run_check_bad_fraction(run, err) != 0)
         return -1;
     session_count_steps(session, &run->steps);
     compare_schedule(run, resume);
     *status = EXIT_FAILED;
+    log_configure((enum log_level)config->log.level, session_rank(session));
     // Readers fill the first rows while products are timed.
     if (session->has_val &&
         validation_open(&run->validation, session, &run->step, config->validation.rows, err) != 0)
@@ -169,9 +238,7 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
     run->times.readers = timer_now();
     if (tune(run, resume, err) != 0)
         return -1;
-    if (resume_freeze(&run->folder, session, err) != 0 ||
-        run_folder_start(&run->folder, resume->path != NULL ? &run->counters : NULL,
-                         config->log.tensorboard, err) != 0)
+    if (start_folder(run, resume, err) != 0)
         return -1;
     run->times.products = timer_now();
     return 0;
@@ -189,16 +256,24 @@ int run_open(struct run *run, int *status, struct error *err)
     if (config->run.dir == NULL)
         return error_set(err, "%s: run.dir: required; the folder for checkpoints and metrics",
                          options->config);
-    if (session_open(session, config, SESSION_TRAIN | SESSION_VAL, err) != 0)
+    if (ranks_open(&run->ranks, config, err) != 0)
+        return -1;
+    if (ranks_rank(run->ranks) != 0) // what all ranks would say at the start is rank 0's to say
+        log_configure(LOG_ERROR, ranks_rank(run->ranks));
+    if (session_open(session, config, SESSION_TRAIN | SESSION_VAL, err) != 0 ||
+        session_join(session, run->ranks, err) != 0)
         return -1;
     run->times.session = timer_now();
     run->begin_bytes = (size_t)run_peak_memory(run);
     struct resume resume = {.choice = options->resume, .replan = options->replan};
     // A new run that does not fit leaves no folder behind.
-    if (!resume_likely(&resume, config->run.dir) &&
-        plan_admit(session, ADMIT_NEW, &run->planned_bytes, err) != 0)
+    bool likely = resume_likely(&resume, config->run.dir);
+    ranks_share(run->ranks, &likely, sizeof(likely), 0);
+    if (!likely && plan_admit(session, ADMIT_NEW, &run->planned_bytes, err) != 0)
         return -1;
-    if (run_folder_open(&run->folder, config->run.dir, err) != 0)
+    if (session_rank(session) != 0)
+        run_folder_name(&run->folder, config->run.dir);
+    else if (run_folder_open(&run->folder, config->run.dir, err) != 0)
         return -1;
     int result = start_run(run, &resume, status, err);
     resume_release(&resume);
@@ -207,6 +282,7 @@ int run_open(struct run *run, int *status, struct error *err)
 
 void run_close(struct run *run)
 {
+    ranks_close(run->ranks);
     step_close(&run->step); // ends copies from rows that prefetch frees
     validation_close(run->validation);
     if (run->prefetch != NULL)
@@ -220,4 +296,5 @@ void run_close(struct run *run)
     session_close(&run->session);
     config_release(&run->config);
     session_steps_release(&run->steps);
+    row_shares_release(&run->shares);
 }

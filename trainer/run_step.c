@@ -6,7 +6,6 @@
 #include "base/timer.h"
 #include "trainer/run.h"
 #include "trainer/schedule.h"
-#include "trainer/signals.h"
 
 // Too many bad documents? Those left out at the start count in every epoch, those met while reading
 // when they are met: a document that is bad is met once an epoch.
@@ -49,12 +48,14 @@ static int take_row(struct run *run, struct row **row, struct error *err)
     return got;
 }
 
-// All micro-steps of the next step. 0: done, 1: stopped by a signal, -1: failed.
+// This rank's micro-steps of the next step. 0: done, 1: stopped by a signal, -1: failed.
 static int run_rows(struct run *run, int64_t rows, struct error *err)
 {
     step_begin(&run->step);
     run->wait_seconds = run->read_seconds = run->read_bytes = 0.0;
     run->step_doc_count = 0;
+    if (run_stop(run))
+        return 1;
     for (int64_t r = 0; r < rows; r++) {
         struct row *row = NULL;
         int got = take_row(run, &row, err);
@@ -69,9 +70,11 @@ static int run_rows(struct run *run, int64_t rows, struct error *err)
         run->read_seconds += row->read_seconds;
         run->read_bytes += (double)row->read_bytes;
         remember_documents(run, row);
+        if (r + 1 == rows)
+            step_last_row(&run->step);
         int stopped = step_row(&run->step, row);
         prefetch_return(run->prefetch, row);
-        if (stopped || signals_received() != 0)
+        if (stopped || run_stop(run))
             return 1;
     }
     return 0;
@@ -102,6 +105,8 @@ static int report_step(struct run *run, const struct step_outcome *outcome, int6
     for (int term = 0; term < LOSS_TERM_COUNT; term++)
         weights[term] = (double)run->step.loss.weight[term];
     const double *part = run->step.clock.seconds;
+    if (session_rank(&run->session) != 0)
+        return 0;
     struct step_report report = {.step = run->counters.step,
                                  .total_steps = run->steps.total,
                                  .epoch = epoch,
@@ -114,18 +119,29 @@ static int report_step(struct run *run, const struct step_outcome *outcome, int6
                                  .clip_factor = outcome->clip_factor,
                                  .skipped = !outcome->applied,
                                  .seconds = seconds,
-                                 .wait_seconds = run->wait_seconds,
-                                 .read_seconds = run->read_seconds,
+                                 .wait_seconds = step_word_max(&run->step, WORD_WAIT),
+                                 .read_seconds = step_word_sum(&run->step, WORD_READ_TIME),
                                  .forward_seconds = part[STEP_FORWARD],
                                  .loss_seconds = part[STEP_LOSS],
                                  .backward_seconds = part[STEP_BACKWARD],
                                  .optimizer_seconds = part[STEP_OPTIMIZER],
                                  .save_seconds = run->save_seconds,
-                                 .read_bytes = run->read_bytes,
+                                 .read_bytes = step_word_sum(&run->step, WORD_READ_BYTES),
                                  .memory_bytes = run_peak_memory(run),
                                  .planned_bytes = (double)run->planned_bytes};
     run->save_seconds = 0.0;
     return run_folder_step(&run->folder, &report, run->config.log.every, err);
+}
+
+// What the other ranks are to know of this rank's step.
+static void tell(struct run *run, int stopped)
+{
+    double *word = run->step.exchange.word;
+    word[WORD_STOPPED] = stopped;
+    word[WORD_WAIT] = run->wait_seconds;
+    word[WORD_READ_TIME] = run->read_seconds;
+    word[WORD_READ_BYTES] = run->read_bytes;
+    run_tell_saving(run);
 }
 
 // One optimizer step. 0: done, 1: stopped, -1: failed.
@@ -136,16 +152,20 @@ int run_step(struct run *run, struct error *err)
     int64_t rows = run->steps.epoch_rows[c->epoch] - c->row, epoch = c->epoch;
     if (rows > run->config.data.rows_per_step)
         rows = run->config.data.rows_per_step;
-    int status = run_rows(run, rows, err);
-    if (status != 0)
-        return status;
+    int status = run_rows(run, run_own_rows(run, rows), err);
+    if (status < 0)
+        return -1;
+    tell(run, status);
     double lr =
         schedule_lr(&run->config.schedule, run->config.optimizer.lr, c->step + 1, run->steps.total);
     struct step_outcome outcome;
     step_apply(&run->step, lr, c->applied + 1, &outcome);
+    run_conclude_saving(run);
+    if (outcome.stopped)
+        return 1;
     if (outcome.nonfinite)
         run_name_nonfinite(run, &outcome);
-    if (outcome.empty)
+    if (outcome.empty && session_rank(&run->session) == 0)
         log_warn("step %lld: %s in its %lld rows; the weights stay as they are",
                  (long long)c->step + 1, run_nothing_of(&run->step.metrics), (long long)rows);
     count_step(run, rows, &outcome);

@@ -74,16 +74,54 @@ void run_report_memory(struct run *run)
             most, planned, begin);
 }
 
-void run_name_nonfinite(const struct run *run, const struct step_outcome *outcome)
+// Documents of a rank's step.
+struct named_documents {
+    uint64_t ids[NAMED_DOCUMENTS];
+    int64_t count; // of the step; the first ones are in ids
+};
+
+static void warn_nonfinite(const struct run *run, const char *tensor, const char *whose,
+                           const struct named_documents *documents)
 {
     char list[NAMED_DOCUMENTS * 24] = "";
     size_t at = 0;
-    for (int64_t i = 0; i < run->step_doc_count && i < NAMED_DOCUMENTS; i++)
+    for (int64_t i = 0; i < documents->count && i < NAMED_DOCUMENTS; i++)
         at += (size_t)snprintf(list + at, sizeof(list) - at, " %llu",
-                               (unsigned long long)run->step_docs[i]);
-    log_warn("step %lld: the gradient of %s is not finite; the step is skipped. Its documents:%s%s",
-             (long long)run->counters.step + 1, outcome->tensor, list,
-             run->step_doc_count > NAMED_DOCUMENTS ? " ..." : "");
+                               (unsigned long long)documents->ids[i]);
+    log_warn(
+        "step %lld: the gradient of %s is not finite%s; the step is skipped. Its documents:%s%s",
+        (long long)run->counters.step + 1, tensor, whose, list,
+        documents->count > NAMED_DOCUMENTS ? " ..." : "");
+}
+
+// The ranks whose own gradients were not finite, or all of them when only the sum was not.
+static void name_ranks(const struct run *run, const struct step_outcome *outcome,
+                       const struct named_documents *own)
+{
+    const struct session *session = &run->session;
+    bool any = step_word_max(&run->step, WORD_NONFINITE) > 0.0;
+    for (int r = 0; r < session_ranks(session); r++) {
+        int64_t tensor = (int64_t)run->step.exchange.words[r * STEP_WORDS + WORD_NONFINITE];
+        struct named_documents documents = *own;
+        char whose[64];
+        if (any && tensor == 0)
+            continue;
+        ranks_share(session->ranks, &documents, sizeof(documents), r);
+        snprintf(whose, sizeof(whose), any ? " on rank %d" : " when summed over ranks; rank %d", r);
+        if (session_rank(session) == 0)
+            warn_nonfinite(run, any ? session->params.items[tensor - 1].name : outcome->tensor,
+                           whose, &documents);
+    }
+}
+
+void run_name_nonfinite(const struct run *run, const struct step_outcome *outcome)
+{
+    struct named_documents own = {.count = run->step_doc_count};
+    memcpy(own.ids, run->step_docs, sizeof(own.ids));
+    if (session_ranks(&run->session) > 1)
+        name_ranks(run, outcome, &own);
+    else
+        warn_nonfinite(run, outcome->tensor, "", &own);
 }
 
 const char *run_nothing_of(const struct metrics *metrics)
@@ -100,7 +138,8 @@ void run_warn_nothing_learnt(const struct run *run)
     const struct config_texts *shards = &run->config.data.train;
     bool first_epoch_ends = c->epoch == 1 && c->row == 0;
     bool run_ends = c->epoch == 0 && c->step == run->steps.total;
-    if (c->skipped_empty < c->step || !(first_epoch_ends || run_ends))
+    if (c->skipped_empty < c->step || !(first_epoch_ends || run_ends) ||
+        session_rank(&run->session) != 0)
         return;
     log_warn(
         "nothing was learnt in %lld steps: not one had a block to train on, in %s%s%s. A valid "

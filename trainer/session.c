@@ -171,8 +171,32 @@ int session_open(struct session *session, struct config *config, int needs, stru
     return execution_choose(&session->execution, config, &session->sizes, session->backend, err);
 }
 
+int session_join(struct session *session, struct ranks *ranks, struct error *err)
+{
+    if (ranks_connect(ranks, session->backend, err) != 0)
+        return -1;
+    session->ranks = ranks;
+    session->execution.world_size = ranks_size(ranks);
+    ownership_open(&session->ownership, &session->params, ranks_size(ranks), ranks_rank(ranks));
+    int64_t local = ranks_local(ranks) + 1;
+    ranks_max(ranks, &local, 1);
+    session->local_ranks = (int)local;
+    return 0;
+}
+
+int session_ranks(const struct session *session)
+{
+    return session->ranks != NULL ? ranks_size(session->ranks) : 1;
+}
+
+int session_rank(const struct session *session)
+{
+    return session->ranks != NULL ? ranks_rank(session->ranks) : 0;
+}
+
 void session_close(struct session *session)
 {
+    ownership_close(&session->ownership);
     params_release(&session->params);
     target_close(&session->target);
     documents_close(&session->train);
@@ -208,7 +232,9 @@ struct step_setup session_step_setup(const struct session *session, bool trainin
                                .last_plane = session->last_plane,
                                .last_hidden = session_documents(session)->last_hidden,
                                .float8 = session_documents(session)->features.float8,
-                               .training = training};
+                               .training = training,
+                               .ownership = session->ranks != NULL ? &session->ownership : NULL,
+                               .ranks = session->ranks};
 }
 
 uint64_t session_fingerprint(const struct session *session)
@@ -217,11 +243,49 @@ uint64_t session_fingerprint(const struct session *session)
     return rng_mix(data, target_fingerprint(&session->target));
 }
 
-void session_pack_epoch(void *session, uint64_t epoch, struct packing *packing)
+void session_pack_epoch(const struct session *s, uint64_t epoch, struct packing *packing)
 {
-    const struct session *s = session;
     packing_make(packing, &s->train, s->config->data.seq_len, (uint64_t)s->config->run.seed, epoch,
                  true);
+}
+
+void session_share_rows(const struct session *s, const struct packing *packing,
+                        struct row_shares *shares)
+{
+    struct row_work work = row_work_of(&s->sizes, &s->params);
+    int64_t most = s->config->anchors.max_anchors;
+    if (s->config->anchors.per == ANCHORS_PER_ROW)
+        work.most_per_row = most;
+    else
+        work.most_per_document = most;
+    row_shares_make(shares, packing, &s->train, &work, s->config->data.rows_per_step,
+                    session_ranks(s));
+}
+
+void session_pack_own(void *session, uint64_t epoch, struct packing *packing)
+{
+    const struct session *s = session;
+    struct row_shares shares;
+    session_pack_epoch(s, epoch, packing);
+    if (session_ranks(s) == 1)
+        return;
+    session_share_rows(s, packing, &shares);
+    packing_keep(packing, shares.owner, session_rank(s));
+    row_shares_release(&shares);
+}
+
+void session_pack_validation(const struct session *s, int64_t limit, struct packing *packing)
+{
+    packing_make(packing, &s->val, s->config->data.seq_len, 0, 0, false);
+    if (limit > 0 && limit < packing->rows)
+        packing->rows = limit;
+    if (session_ranks(s) == 1 || packing->rows == 0)
+        return;
+    struct row_shares shares;
+    struct row_work work = row_work_of(&s->sizes, &s->params);
+    row_shares_make(&shares, packing, &s->val, &work, packing->rows, session_ranks(s));
+    packing_keep(packing, shares.owner, session_rank(s));
+    row_shares_release(&shares);
 }
 
 void session_count_steps(const struct session *session, struct session_steps *steps)
@@ -232,7 +296,7 @@ void session_count_steps(const struct session *session, struct session_steps *st
     *steps = (struct session_steps){.epoch_rows = NULL};
     while (steps->epochs < (uint64_t)config->run.epochs && (most == 0 || steps->total < most)) {
         struct packing packing;
-        session_pack_epoch((void *)session, steps->epochs, &packing);
+        session_pack_epoch(session, steps->epochs, &packing);
         if (steps->epochs == capacity) {
             capacity = 2 * capacity + 16;
             steps->epoch_rows =

@@ -3,6 +3,7 @@
 #define TRAINER_SESSION_H
 
 #include "data/packing.h"
+#include "trainer/row_shares.h"
 #include "trainer/step.h"
 
 enum session_needs {
@@ -23,6 +24,10 @@ struct session {
     const struct backend *backend;
     struct execution execution;
     const char *target_name; // for exports
+    // after session_join; without it this process is alone
+    struct ranks *ranks; // borrowed
+    struct ownership ownership;
+    int local_ranks; // on the machine that has most of them; 0: not joined
 };
 
 // Reads the config file and `sets`, warns of keys without effect, checks that the files it names exist,
@@ -37,6 +42,10 @@ int session_check_built(const struct config *config, struct error *err);
 // fault is one of config or data (exit status 2).
 int session_open(struct session *session, struct config *config, int needs, struct error *err);
 void session_close(struct session *session);
+// Connects the session's backend with the other ranks and divides the parameters among them.
+int session_join(struct session *session, struct ranks *ranks, struct error *err);
+int session_ranks(const struct session *session); // how many
+int session_rank(const struct session *session);  // which of them
 // Documents whose planes, head and so on a step is set up for: train if open, else val.
 const struct documents *session_documents(const struct session *session);
 // What a resumed run must find again: all training documents, which of them are trained on, and the
@@ -46,8 +55,15 @@ uint64_t session_fingerprint(const struct session *session);
 int session_open_release(const struct session *session, struct release *release, struct error *err);
 struct step_setup session_step_setup(const struct session *session, bool training);
 
-// A prefetch_epoch_fn: the rows of a training epoch; context is the session.
-void session_pack_epoch(void *session, uint64_t epoch, struct packing *packing);
+// All rows of a training epoch.
+void session_pack_epoch(const struct session *session, uint64_t epoch, struct packing *packing);
+// Which rank computes which of them.
+void session_share_rows(const struct session *session, const struct packing *packing,
+                        struct row_shares *shares);
+// A prefetch_epoch_fn: this rank's rows of a training epoch; context is the session.
+void session_pack_own(void *session, uint64_t epoch, struct packing *packing);
+// This rank's rows of the documents of validation, the first `limit` rows at most (0: all).
+void session_pack_validation(const struct session *session, int64_t limit, struct packing *packing);
 
 // The steps of the config's epochs, or the first run.max_steps of them. A step never crosses an epoch's
 // end.

@@ -305,7 +305,7 @@ static int run_rows(struct trace *trace, struct error *err)
     struct prefetch *prefetch = NULL;
     int status = source_open_shards(&source, &trace->session.train, config->data.check_crc, err);
     if (status == 0)
-        status = prefetch_open(&prefetch, source, &options, session_pack_epoch, &trace->session,
+        status = prefetch_open(&prefetch, source, &options, session_pack_own, &trace->session,
                                (uint64_t)counters->epoch, counters->row, 1, err);
     for (int64_t r = 0; r < config->data.rows_per_step && status >= 0; r++) {
         struct row *row = NULL;

@@ -6,19 +6,6 @@
 #include "trainer/run.h"
 #include "trainer/signals.h"
 
-static void save(struct run *run, bool best)
-{
-    if (run->saved_step == run->counters.step && !best)
-        return;
-    double start = timer_now();
-    struct model_state *snapshot = checkpoint_writer_snapshot(run->writer);
-    step_save(&run->step, snapshot);
-    snapshot->counters = run->counters;
-    run->saved_step = run->counters.step;
-    checkpoint_writer_save(run->writer, best);
-    run->save_seconds += timer_now() - start;
-}
-
 // Scores the validation rows. Sets *best when accept_len_walk is the best so far. 0, 1 stopped, -1.
 static int validate(struct run *run, bool *best, struct error *err)
 {
@@ -39,12 +26,15 @@ static int validate(struct run *run, bool *best, struct error *err)
     } else if (c->step > 0 && scored) {
         c->validations_without_better++;
     }
-    if (!scored && !run->warned_validation) {
+    bool first = session_rank(&run->session) == 0;
+    if (!scored && !run->warned_validation && first) {
         log_warn("no valid anchor in the validation rows of data.val: there is no accept_len_walk, "
                  "no best checkpoint, and validation.patience does not count");
         run->warned_validation = true;
     }
     c->last_validation = c->step;
+    if (!first)
+        return 0;
     struct validation_report report = {.step = c->step,
                                        .epoch = c->epoch,
                                        .metrics = &metrics,
@@ -86,9 +76,9 @@ static int after_step(struct run *run, struct error *err)
             return status;
     }
     if (best && run->config.checkpoint.best)
-        save(run, true);
+        run_save(run, true);
     else if (step > 0 && ((every > 0 && step % every == 0) || step == run->steps.total))
-        save(run, false);
+        run_save(run, false);
     return 0;
 }
 
@@ -97,7 +87,7 @@ static int loop(struct run *run, struct error *err)
 {
     int status = after_step(run, err);
     while (status == 0 && run->counters.step < run->steps.total && !patience_ends(run)) {
-        status = signals_received() != 0 ? 1 : run_step(run, err);
+        status = run_step(run, err);
         if (status == 0)
             status = after_step(run, err);
     }
@@ -107,16 +97,26 @@ static int loop(struct run *run, struct error *err)
         log_info("no better accept_len_walk in %lld validations: the run ends early",
                  (long long)run->counters.validations_without_better);
     if (run->counters.step > 0 || status == 1)
-        save(run, false);
+        run_save(run, false);
     if (status == 0)
         return EXIT_DONE;
-    log_info("signal %d: stopping at step %lld", signals_received(), (long long)run->counters.step);
+    log_info("signal %d: stopping at step %lld", ranks_signal(run->ranks),
+             (long long)run->counters.step);
     return EXIT_STOPPED;
+}
+
+// What has ended a rank ends all of them: one that fails alone tells the others.
+static void tell_failure(struct run *run, const struct error *err)
+{
+    if (run->ranks != NULL && session_ranks(&run->session) > 1)
+        ranks_fail(run->ranks, err->text);
+    else
+        log_error("%s", err->text);
 }
 
 int command_train(const struct options *options)
 {
-    struct run run = {.options = options, .folder = {.lock_fd = -1}};
+    struct run run = {.options = options, .folder = {.lock_fd = -1}, .shares_epoch = -1};
     struct error err = {0};
     int status;
     run.times.begin = timer_now();
@@ -126,18 +126,15 @@ int command_train(const struct options *options)
         run_describe_start(&run);
         status = loop(&run, &err);
         run_report_memory(&run);
-        struct error write_error = {0};
-        if (checkpoint_writer_wait(run.writer, &write_error) != 0 && status != EXIT_FAILED) {
+        if (status != EXIT_FAILED && run_finish_saving(&run, &err) != 0)
             status = EXIT_FAILED;
-            err = write_error;
-        }
     }
     log_status_line(NULL);
     if (status == EXIT_DONE)
         log_info("done: %lld steps; results are in %s", (long long)run.counters.step,
                  run.config.run.dir);
     else if (err.text[0] != '\0')
-        log_error("%s", err.text);
+        tell_failure(&run, &err);
     run_close(&run);
     return status;
 }

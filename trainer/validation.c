@@ -2,6 +2,7 @@
 #include "trainer/validation.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/log.h"
 #include "base/memory.h"
@@ -10,7 +11,7 @@
 struct validation {
     const struct session *session;
     int64_t limit; // rows wanted, 0: all
-    int64_t rows;  // of a pass
+    int64_t rows;  // of a pass, this rank's
     struct source *source;
     struct prefetch *prefetch;
 };
@@ -19,9 +20,7 @@ static void pack(void *context, uint64_t pass, struct packing *packing)
 {
     const struct validation *v = context;
     (void)pass;
-    packing_make(packing, &v->session->val, v->session->config->data.seq_len, 0, 0, false);
-    if (v->limit > 0 && v->limit < packing->rows)
-        packing->rows = v->limit;
+    session_pack_validation(v->session, v->limit, packing);
 }
 
 int validation_open(struct validation **validation, const struct session *session,
@@ -52,8 +51,8 @@ int validation_open(struct validation **validation, const struct session *sessio
     return 0;
 }
 
-int validation_run(struct validation *v, struct step *step, struct metrics *metrics,
-                   struct walk *walk, walk_block_fn *visit, void *context, struct error *err)
+static int score_rows(struct validation *v, struct step *step, struct metrics *metrics,
+                      struct walk *walk, walk_block_fn *visit, void *context, struct error *err)
 {
     for (int64_t r = 0; r < v->rows; r++) {
         struct row *row = NULL;
@@ -68,6 +67,33 @@ int validation_run(struct validation *v, struct step *step, struct metrics *metr
             return 1;
     }
     return 0;
+}
+
+// Sums over ranks, the same on all of them. 1: some rank has stopped.
+static int add_up(struct ranks *ranks, struct metrics *metrics, struct walk *walk, int stopped)
+{
+    struct sums {
+        double stopped;
+        struct metrics metrics;
+        struct walk walk;
+    } sums = {(double)stopped, *metrics, *walk};
+    double values[sizeof(sums) / sizeof(double)];
+    memcpy(values, &sums, sizeof(values));
+    ranks_sum(ranks, values, (int64_t)(sizeof(values) / sizeof(*values)));
+    memcpy(&sums, values, sizeof(values));
+    *metrics = sums.metrics;
+    *walk = sums.walk;
+    return sums.stopped > 0.0;
+}
+
+int validation_run(struct validation *v, struct step *step, struct metrics *metrics,
+                   struct walk *walk, walk_block_fn *visit, void *context, struct error *err)
+{
+    int status = score_rows(v, step, metrics, walk, visit, context, err);
+    if (status < 0 || session_ranks(v->session) == 1)
+        return status;
+    step_exchange_settle(step);
+    return add_up(v->session->ranks, metrics, walk, status);
 }
 
 void validation_close(struct validation *v)

@@ -1,0 +1,33 @@
+// What the files that write and read a checkpoint's contents share: names of files and counters.
+#ifndef TRAINER_CHECKPOINT_INTERNAL_H
+#define TRAINER_CHECKPOINT_INTERNAL_H
+
+#include <stdint.h>
+
+enum { STATE_VERSION = 1 };
+#define STATE_FORMAT "dtrain-checkpoint"
+
+#define COUNTERS(INT, REAL)                                                                        \
+    INT(step)                                                                                      \
+    INT(epoch)                                                                                     \
+    INT(row)                                                                                       \
+    INT(applied)                                                                                   \
+    INT(skipped_nonfinite)                                                                         \
+    INT(nonfinite_in_a_row)                                                                        \
+    INT(skipped_empty)                                                                             \
+    INT(bad_documents)                                                                             \
+    INT(tokens)                                                                                    \
+    REAL(best_accept_len_walk)                                                                     \
+    INT(best_step)                                                                                 \
+    INT(validations_without_better)                                                                \
+    INT(last_validation)
+
+// Arrays of fp32 state, each a file of every rank that wrote, and all other files but state.json and DONE.
+enum { STATE_ARRAYS = 3, OTHER_FILES = 5 };
+extern const char *const checkpoint_arrays[STATE_ARRAYS];
+extern const char *const checkpoint_others[OTHER_FILES];
+
+// "master.safetensors", of several ranks "master-00001-of-00002.safetensors". The caller frees.
+char *checkpoint_array_file(int array, int rank, int ranks);
+
+#endif

@@ -1,0 +1,218 @@
+// Owns reading what is inside a checkpoint: that it is whole, and every tensor by name, whichever ranks wrote
+// it and whichever read it.
+#include "trainer/checkpoint.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "data/safetensors.h"
+#include "trainer/checkpoint_folder.h"
+#include "trainer/checkpoint_internal.h"
+#include "trainer/files.h"
+#include "trainer/json_text.h"
+
+static int check_file(const char *directory, const char *name, const cJSON *sizes,
+                      struct error *err)
+{
+    const cJSON *size = cJSON_GetObjectItemCaseSensitive(sizes, name);
+    char *path = memory_format("%s/%s", directory, name);
+    int64_t found = files_size(path);
+    int result = 0;
+    if (!cJSON_IsNumber(size))
+        result = error_add(err, "%s/state.json: the size of %s is missing", directory, name);
+    else if (found < 0)
+        result = error_add(err, "%s: missing", path);
+    else if ((double)found != size->valuedouble)
+        result = error_add(err, "%s: %" PRId64 " bytes, %.0f were written; the file is damaged",
+                           path, found, size->valuedouble);
+    free(path);
+    return result;
+}
+
+static int check_format(const struct json_file *state, struct error *err)
+{
+    char format[64];
+    int64_t version;
+    if (json_get_text(state, "format", format, sizeof(format), err) != 0 ||
+        json_get_int(state, "version", &version, err) != 0)
+        return -1;
+    if (strcmp(format, STATE_FORMAT) != 0 || version != STATE_VERSION)
+        return error_set(err, "%s: %s version %" PRId64 ", this program reads %s version %d",
+                         state->path, format, version, STATE_FORMAT, STATE_VERSION);
+    return 0;
+}
+
+static int open_state(struct json_file *state, const char *path, struct error *err)
+{
+    if (!files_is_folder(path))
+        return error_set(err, "%s: there is no such checkpoint directory", path);
+    char *name = memory_format("%s/state.json", path);
+    int result = json_open(state, name, err);
+    free(name);
+    if (result != 0)
+        return error_add(err, "%s is not a whole checkpoint", path);
+    if (check_format(state, err) == 0)
+        return 0;
+    json_close(state);
+    return -1;
+}
+
+// How many ranks wrote it.
+static int read_parts(const struct json_file *state, int *parts, struct error *err)
+{
+    enum { MOST_PARTS = 99999 };
+    int64_t value = 1;
+    if (cJSON_GetObjectItemCaseSensitive(state->root, "parts") != NULL &&
+        json_get_int(state, "parts", &value, err) != 0)
+        return -1;
+    if (value < 1 || value > MOST_PARTS)
+        return error_set(err, "%s: parts is %" PRId64 ", which no run writes", state->path, value);
+    *parts = (int)value;
+    return 0;
+}
+
+static int check_files(const char *path, const cJSON *sizes, int parts, struct error *err)
+{
+    int result = 0;
+    for (int array = 0; array < STATE_ARRAYS; array++)
+        for (int part = 0; part < parts; part++) {
+            char *file = checkpoint_array_file(array, part, parts);
+            result |= check_file(path, file, sizes, err);
+            free(file);
+        }
+    for (int i = 0; i < OTHER_FILES; i++)
+        result |= check_file(path, checkpoint_others[i], sizes, err);
+    return result;
+}
+
+int checkpoint_check(const char *path, struct error *err)
+{
+    struct json_file state;
+    int parts = 1, result;
+    if (open_state(&state, path, err) != 0)
+        return -1;
+    result = read_parts(&state, &parts, err);
+    if (result == 0)
+        result =
+            check_files(path, cJSON_GetObjectItemCaseSensitive(state.root, "files"), parts, err);
+    json_close(&state);
+    if (!checkpoint_is_complete(path))
+        result |=
+            error_add(err, "%s/DONE: missing; writing this checkpoint was not finished", path);
+    return result != 0 ? -1 : 0;
+}
+
+static int read_counters(const char *path, struct counters *counters, uint64_t *fingerprint,
+                         int *parts, struct error *err)
+{
+    struct json_file state;
+    if (open_state(&state, path, err) != 0)
+        return -1;
+    int result = 0;
+#define READ_INT(member)                                                                           \
+    result = result != 0 ? result : json_get_int(&state, #member, &counters->member, err);
+#define READ_REAL(member)                                                                          \
+    result = result != 0 ? result : json_get_real(&state, #member, &counters->member, err);
+    COUNTERS(READ_INT, READ_REAL)
+    if (result == 0)
+        result = read_parts(&state, parts, err);
+    char text[32], *end = text;
+    if (result == 0)
+        result = json_get_text(&state, "data_fingerprint", text, sizeof(text), err);
+    uint64_t value = result == 0 ? strtoull(text, &end, 16) : 0;
+    if (result == 0 && (*end != '\0' || end == text))
+        result = error_set(err, "%s: data_fingerprint is not a hexadecimal number", state.path);
+    if (result == 0 && fingerprint != NULL)
+        *fingerprint = value;
+    json_close(&state);
+    return result;
+}
+
+// One array of the state: its files, of one rank or of several.
+struct array_files {
+    struct safetensors *files; // [count]
+    int count;
+};
+
+static void close_files(struct array_files *array)
+{
+    for (int i = 0; i < array->count; i++)
+        safetensors_close(&array->files[i]);
+    free(array->files);
+}
+
+static int open_files(struct array_files *array, const char *directory, int which, int parts,
+                      struct error *err)
+{
+    int result = 0;
+    *array = (struct array_files){
+        .files = memory_alloc((size_t)parts, sizeof(*array->files)),
+    };
+    for (int part = 0; part < parts && result == 0; part++) {
+        char *file = checkpoint_array_file(which, part, parts);
+        char *path = memory_format("%s/%s", directory, file);
+        result = safetensors_open(&array->files[part], path, err);
+        array->count += result == 0;
+        free(path);
+        free(file);
+    }
+    return result;
+}
+
+static int check_names(const struct array_files *array, const struct params *params,
+                       struct error *err)
+{
+    for (int f = 0; f < array->count; f++) {
+        const struct safetensors *file = &array->files[f];
+        for (size_t i = 0; i < file->count; i++)
+            if (params_find(params, file->entries[i].name) == NULL)
+                return error_set(err, "%s: tensor '%s' is not one of this drafter's", file->path,
+                                 file->entries[i].name);
+    }
+    return 0;
+}
+
+// The file that has the tensor; where none has, the first one, which then says so.
+static const struct safetensors *file_of(const struct array_files *array, const char *name)
+{
+    for (int f = 0; f < array->count; f++)
+        if (safetensors_find(&array->files[f], name) != NULL)
+            return &array->files[f];
+    return &array->files[0];
+}
+
+static int copy_tensors(const struct array_files *array, const struct model_state *state,
+                        float *values, struct error *err)
+{
+    const struct params *params = state->params;
+    for (size_t i = 0; i < params->count; i++) {
+        const struct param *param = &params->items[i];
+        if (!ownership_mine(state->ownership, i))
+            continue;
+        const struct safetensors_entry *entry = safetensors_get(
+            file_of(array, param->name), param->name, "F32", param->dims, param->shape, err);
+        if (entry == NULL)
+            return -1;
+        memcpy(values + ownership_offset(state->ownership, params, i), entry->bytes, entry->size);
+    }
+    return check_names(array, params, err);
+}
+
+int checkpoint_read(const char *path, struct model_state *state, uint64_t *fingerprint,
+                    struct error *err)
+{
+    float *const arrays[STATE_ARRAYS] = {state->master, state->m, state->v};
+    int parts = 1, result = 0;
+    if (checkpoint_check(path, err) != 0 ||
+        read_counters(path, &state->counters, fingerprint, &parts, err) != 0)
+        return -1;
+    for (int which = 0; which < STATE_ARRAYS && result == 0; which++) {
+        struct array_files array;
+        result = open_files(&array, path, which, parts, err);
+        if (result == 0)
+            result = copy_tensors(&array, state, arrays[which], err);
+        close_files(&array);
+    }
+    return result;
+}
