@@ -12,7 +12,7 @@ mask are compiled and the rest is not. That takes a fraction of the time, and to
 kernels are the same outside of a compiled graph. Sizes are compiled one by one, as fixed shapes.
 Both train rows of documents of the same lengths and masks from their own random weights: behind a number of anchors,
 -mix has short documents, 60 % supervised, -few the same with fewer valid anchors than asked for; without a mark every
-token is supervised.
+token is supervised. -loss is the loss alone, from the layers' output to its gradient, which bench_loss times for dtrain.
 With --go FILE the peer compiles first, in at most 70 GiB, and measures as soon as FILE is there.
 """
 import argparse
@@ -170,13 +170,40 @@ class Peer:
         x.sum().backward()
         self.optimizer.zero_grad()
 
-    def seconds(self, anchors, steps):
+    def loss_alone(self, anchors):
+        """From the layers' output to its gradient, as in its forward pass and behind it."""
+        from speculators.models.dflash.metrics import compute_metrics
+
+        draft, block, states = self.draft, made_up.BLOCK, self.batch["verifier_last_hidden_states"]
+        tokens, rows = states.shape[1], anchors * block
+        positions = (torch.randperm(tokens - block, device=DEVICE)[:anchors, None]
+                     + torch.arange(block, device=DEVICE)).flatten()
+        mask = torch.ones(1, rows, dtype=torch.uint8, device=DEVICE)
+        mask[:, ::block] = 0
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            with torch.no_grad():
+                if rows < tokens:
+                    targets = draft.verifier_lm_head(draft.verifier_norm(states[:, (positions - 1) % tokens]))
+                else:
+                    every = draft.verifier_lm_head(draft.verifier_norm(states))
+                    targets = torch.roll(every, 1, dims=1)[:, positions]
+            logits = draft.lm_head(self.hidden)
+            loss, metrics = compute_metrics(logits, targets, mask, block, gamma=GAMMA, loss_config=self.loss)
+        loss.backward()
+        self.hidden.grad = None
+        return loss, metrics
+
+    def prepare_loss(self, anchors):
+        hidden = torch.randn(1, anchors * made_up.BLOCK, self.draft.hidden_size, dtype=torch.bfloat16, device=DEVICE)
+        self.hidden = hidden.requires_grad_()
+
+    def seconds(self, anchors, steps, work):
         """Seconds of each step, the first loss, and the share of slots that were scored."""
         seconds, first, scored = [], None, None
         for number in range(steps):
             synchronize()
             begin = time.perf_counter()
-            loss, metrics = self.step(anchors)
+            loss, metrics = work(anchors)
             synchronize()
             seconds.append(time.perf_counter() - begin)
             if number == 0:
@@ -230,13 +257,19 @@ def run_peer(peer, anchors, marks):
     """One row of the table; its steps, or what stopped it. Used is what the whole device has in use at most: nothing
     else may run."""
     peer.take_row(marks)
+    work = peer.step
+    if "loss" in marks:
+        peer.prepare_loss(anchors)
+        work = peer.loss_alone
     clear(peer)
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
     memory, result, begin = step.DeviceMemory(), dict(anchors=anchors, marks=marks), time.perf_counter()
 
     def measure():
-        seconds, result["loss"], result["scored"] = peer.seconds(anchors, WARM_UP + LEAST_STEPS)
+        seconds, result["loss"], result["scored"] = peer.seconds(anchors, WARM_UP + LEAST_STEPS,
+                                                                 work)
         result.update(milliseconds=1e3 * statistics.median(seconds[WARM_UP:]), seconds=seconds)
 
     attempt(result, measure)
@@ -244,6 +277,7 @@ def run_peer(peer, anchors, marks):
     result["wall"] = time.perf_counter() - begin
     if DEVICE == "cuda":
         result["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        result["extra_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
         result["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
         result["used_gib"] = (memory.base + memory.peak) / 2**30 if memory.nvml else None
     clear(peer)
@@ -272,7 +306,7 @@ def describe(size, peer, ours):
 
     line = (f"{size:>9s} anchors | speculators {number(peer, 'milliseconds', '{:7.1f}')} ms, allocated "
             f"{number(peer, 'allocated_gib', '{:.1f}')} GiB, reserved "
-            f"{number(peer, 'reserved_gib', '{:.1f}')} GiB, used {number(peer, 'used_gib', '{:.1f}')} GiB, first loss "
+            f"{number(peer, 'reserved_gib', '{:.1f}')} GiB, extra {number(peer, 'extra_gib', '{:.1f}')} GiB, used {number(peer, 'used_gib', '{:.1f}')} GiB, first loss "
             f"{number(peer, 'loss', '{:.4f}')}, scored {number(peer, 'scored', '{:.4f}')}")
     if ours:
         line += (f" | dtrain {number(ours, 'milliseconds', '{:7.1f}')} ms, used "
@@ -292,7 +326,7 @@ def parse():
     parser.add_argument("--dtrain", help="runs it too, in turn with the peer")
     parser.add_argument("--ours", help="results of step.py --json from the same machine; what is there is not run again")
     parser.add_argument("--model", default="v4", choices=list(made_up.MODELS))
-    parser.add_argument("--anchors", default="512,1024,2048,1024-mix,1024-few,3072")
+    parser.add_argument("--anchors", default="512,1024,2048,1024-mix,1024-few,1024-loss,3072")
     parser.add_argument("--tokens", type=int, default=step.TOKENS)
     parser.add_argument("--go", help="file to wait for before measuring")
     parser.add_argument("--seconds", type=float, default=1e9, help="no size begins later than this after the first")
@@ -325,7 +359,7 @@ def main():
         name = f"{arguments.model}-{size}"
         earlier = json.loads(pathlib.Path(arguments.ours).read_text()) if arguments.ours else []
         ours = {r["setting"]: r for r in earlier}.get(name)
-        if ours is None and arguments.dtrain:
+        if ours is None and arguments.dtrain and "loss" not in marks:
             ours = run_ours(arguments, name, anchors, marks)
         say(describe(size, result, ours))
         results.append(dict(speculators=result, dtrain=ours))

@@ -67,7 +67,7 @@ def parse_setting(name):
     for model in made_up.MODELS:
         if name.startswith(model + "-"):
             anchors, *marks = name[len(model) + 1:].split("-")
-            unknown = set(marks) - {"low", "bf16", "mix", "few", "wild", "whole", "generic"}
+            unknown = set(marks) - {"low", "bf16", "mix", "few", "wild", "whole", "generic", "loss"}
             if anchors.isdigit() and not unknown:
                 return model, int(anchors), marks
     sys.exit(f"setting {name}: MODEL-ANCHORS[-low][-bf16][-mix][-few][-wild][-whole][-generic] expected")
