@@ -138,7 +138,7 @@ static void choose(const struct bench *bench)
     }
     bench->backend->sync(bench->timed);
     double recorded = timer_now();
-    bench->backend->gemm_tune(bench->timed, 1.5, algorithms);
+    bench->backend->gemm_tune(bench->timed, 5.0, algorithms);
     printf("# %lld algorithms chosen in %.2f s after %.2f s\n", (long long)algorithms->count,
            timer_now() - recorded, recorded - begin);
     free(algorithms);

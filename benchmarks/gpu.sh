@@ -141,7 +141,7 @@ sanitizer() {
 export REQUIRE_CUDA=1 OMP_WAIT_POLICY=passive PYTHONUNBUFFERED=1
 [ -n "${DEBS:-}" ] && unpack "$DEBS"
 PEER=${PEER:-.peer}
-ANCHORS=${ANCHORS:-512,1024,3072,2048}
+ANCHORS=${ANCHORS:-512,1024,2048,1024-mix,1024-few,1024-loss,3072}
 site=$BUILD/peer-site
 peer() {
     mkdir -p "$site"

@@ -4,6 +4,8 @@ What is measured with them depends on sizes, lengths and masks only, not on the 
 at random: unit hidden states, a head with the usual spread. Needs torch (a GPU makes it quick), numpy, h5py.
 """
 import json
+import math
+import statistics
 import struct
 
 import h5py
@@ -94,16 +96,21 @@ def even_documents(tokens, rows=2, per_row=4):
     return [(tokens // per_row, None)] * (rows * per_row)
 
 
-def mixed_documents(tokens, rows=3, seed=0):
-    """Lengths of mean 335 with a tail to 4,042; answers (60 % of the tokens) behind their prompts."""
-    rng, documents, total = np.random.default_rng(seed), [], 0
-    while total < rows * tokens:
-        length = int(min(max(rng.lognormal(5.32, 0.95), 24), 4042, tokens))
+def mixed_documents(tokens, rows=3, seed=0, supervised=0.6):
+    """Lengths of mean 335 with a tail to 4,042; answers (a share of the tokens) behind their prompts."""
+    count, documents = rows * tokens // 335, []
+    normal = statistics.NormalDist(4.91, 1.38)  # of the lengths' logarithms; mean and tail follow from it
+    for share in np.random.default_rng(seed).permutation((np.arange(count) + 0.5) / count):
+        length = int(min(max(math.exp(normal.inv_cdf(share)), 24), 4042, tokens))
         mask = np.ones(length, np.uint8)
-        mask[:int(0.4 * length)] = 0
+        mask[:int((1 - supervised) * length)] = 0
         documents.append((length, mask))
-        total += length
     return documents
+
+
+def few_documents(tokens):
+    """The same with short answers: a row of 8,192 tokens has some 570 anchors."""
+    return mixed_documents(tokens, supervised=0.07)
 
 
 def wild_documents(tokens):

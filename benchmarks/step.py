@@ -5,9 +5,9 @@
 
 Needs torch, numpy, h5py; pynvml for the memory of a GPU. A run is killed after its steps, so that it writes no
 checkpoint. Settings: v4-ANCHORS, qwen3-8b-ANCHORS, and marks behind the number: -low (memory.mode low), -bf16
-(memory.logits bf16), -generic (kernels.path generic), -mix (short documents, 60 % supervised), -wild (rows from a few
-anchors to every token supervised), -whole (one document a row). all: the list below. One line a setting, and an object
-a setting in --json.
+(memory.logits bf16), -generic (kernels.path generic), -mix (short documents, 60 % supervised), -few (the same, 7 %),
+-wild (rows from a few anchors to every token supervised), -whole (one document a row). all: the list below. One line a
+setting, and an object a setting in --json.
 """
 import argparse
 import json
@@ -67,15 +67,17 @@ def parse_setting(name):
     for model in made_up.MODELS:
         if name.startswith(model + "-"):
             anchors, *marks = name[len(model) + 1:].split("-")
-            unknown = set(marks) - {"low", "bf16", "mix", "wild", "whole", "generic"}
+            unknown = set(marks) - {"low", "bf16", "mix", "few", "wild", "whole", "generic", "loss"}
             if anchors.isdigit() and not unknown:
                 return model, int(anchors), marks
-    sys.exit(f"setting {name}: MODEL-ANCHORS[-low][-bf16][-mix][-wild][-whole][-generic] expected")
+    sys.exit(f"setting {name}: MODEL-ANCHORS[-low][-bf16][-mix][-few][-wild][-whole][-generic] expected")
 
 
 def documents_for(marks, tokens):
     if "mix" in marks:
         return "mix", made_up.mixed_documents(tokens)
+    if "few" in marks:
+        return "few", made_up.few_documents(tokens)
     if "wild" in marks:
         return "wild", made_up.wild_documents(tokens)
     if "whole" in marks:
@@ -172,7 +174,7 @@ def planned_gib(dtrain, config):
 def floor_of(name, tokens):
     """None where rows are not filled by documents of one length."""
     model, anchors, marks = parse_setting(name)
-    if "mix" in marks or "wild" in marks:
+    if {"mix", "few", "wild"} & set(marks):
         return None
     length = tokens if "whole" in marks else tokens // 4
     return step_floor.floor_milliseconds(made_up.MODELS[model], anchors, tokens, length)

@@ -2,6 +2,7 @@
 // cuBLASLt handle. Work runs on the current device of the process (the first that is visible).
 #include "kernels/backend.h"
 
+#include <algorithm>
 #include <cublasLt.h>
 #include <cuda_runtime.h>
 #include <stdio.h>
@@ -77,9 +78,48 @@ static void move(struct stream *stream, void *to, const void *from, size_t bytes
         cuda_check(cudaMemcpyAsync(to, from, bytes, kind, stream->cuda));
 }
 
+// A GPU copies what comes from the host in the order of the calls, whatever their streams: a few numbers
+// that the step needs at once would wait for all of a row's features. So few bytes are read by a kernel
+// instead, over the bus, and many are copied in pieces.
+enum { FEW_BYTES = 256 << 10, PIECE_BYTES = 16 << 20, COPY_THREADS = 256, COPY_CTAS = 32 };
+
+static __global__ void read_kernel(unsigned char *to, const unsigned char *host, size_t bytes)
+{
+    size_t first = (size_t)blockIdx.x * COPY_THREADS + threadIdx.x,
+           step = (size_t)gridDim.x * COPY_THREADS, done = 0;
+    if ((((uintptr_t)to | (uintptr_t)host) & 15) == 0) {
+        done = bytes / 16 * 16;
+        for (size_t i = first; i < bytes / 16; i += step)
+            ((uint4 *)to)[i] = ((const uint4 *)host)[i];
+    }
+    for (size_t i = done + first; i < bytes; i += step)
+        to[i] = host[i];
+}
+
+// Whether a kernel may read it: memory of cuda_host_alloc.
+static bool is_pinned(const void *host)
+{
+    cudaPointerAttributes attributes;
+    if (cudaPointerGetAttributes(&attributes, host) == cudaSuccess)
+        return attributes.type == cudaMemoryTypeHost && attributes.devicePointer == host;
+    (void)cudaGetLastError();
+    return false;
+}
+
 static void cuda_copy_in(struct stream *stream, void *device, const void *host, size_t bytes)
 {
-    move(stream, device, host, bytes, cudaMemcpyHostToDevice);
+    unsigned char *to = (unsigned char *)device;
+    const unsigned char *from = (const unsigned char *)host;
+    if (bytes > 0 && bytes <= FEW_BYTES && is_pinned(host)) {
+        size_t ctas =
+            std::min((bytes + 16 * COPY_THREADS - 1) / (16 * COPY_THREADS), (size_t)COPY_CTAS);
+        read_kernel<<<(unsigned)ctas, COPY_THREADS, 0, stream->cuda>>>(to, from, bytes);
+        launch_check();
+        return;
+    }
+    for (size_t at = 0; at < bytes; at += PIECE_BYTES)
+        move(stream, to + at, from + at, std::min(bytes - at, (size_t)PIECE_BYTES),
+             cudaMemcpyHostToDevice);
 }
 
 static void cuda_copy_out(struct stream *stream, void *host, const void *device, size_t bytes)

@@ -5,6 +5,10 @@
 // Most of the algorithms that the library proposes add up in the same order and so give the same bits.
 // Only those are chosen from that agree with its first proposal, at a count of rows that fills no
 // tile: so a timing that goes the other way changes no result, and runs that are started anew agree.
+//
+// A GPU at full load is limited by its power: what is fastest for a millisecond may be slower than
+// others for as long as a step takes. Large products are therefore timed while the GPU is kept busy with
+// the same candidate.
 #include <algorithm>
 #include <math.h>
 #include <string.h>
@@ -19,13 +23,19 @@ enum {
     LEVELS = 20,      // buckets of a product, from the largest down
     PROBE_ROWS = 515, // where bits are compared: no multiple of any tile
     ROUNDS = 2,
-    SMALL_RUNS = 4, // of a small product at a time
+    SMALL_RUNS = 4,  // of a small product at a time
+    FEWEST_RUNS = 2, // of a product that is kept running, before and while it is timed
     THREADS = 256,
     FILL_CTAS = 1024
 };
 const double small_product = 2e11; // operations
-const double hopeless = 1.1;       // times the least of the first round: not run again
-const double worth_it = 0.97;      // times the first proposal's: else that is taken
+const double large_product = 4e11; // operations: timed while the GPU is kept busy
+const double busy_seconds = 0.02;  // for which it is, before and while it is timed
+const double hopeless = 1.12;      // times the least of the first round: not run again
+const double worth_it = 0.98;      // times the first proposal's: else that is taken
+
+// How there is time to compare: not at all, in short, or with a GPU kept busy.
+enum timing { TIMING_NONE, TIMING_SHORT, TIMING_BUSY };
 
 struct candidate {
     cublasLtMatmulAlgo_t algorithm;
@@ -103,12 +113,18 @@ uint64_t digest_of(struct stream *stream, const struct gemm *g)
     return result;
 }
 
+double operations_of(const struct gemm *g)
+{
+    return 2.0 * (double)g->m * (double)g->n * (double)g->k;
+}
+
+// Seconds of one of `runs` runs after as many as `before`.
 double seconds_of(struct stream *stream, const struct gemm *g, struct gemm_problem *problem,
-                  const cublasLtMatmulAlgo_t *algorithm, cudaEvent_t *events)
+                  const cublasLtMatmulAlgo_t *algorithm, int before, int runs, cudaEvent_t *events)
 {
     float milliseconds = 0.0f;
-    double operations = 2.0 * (double)g->m * (double)g->n * (double)g->k;
-    int runs = operations < small_product ? SMALL_RUNS : 1;
+    for (int run = 0; run < before; run++)
+        gemm_run(stream, g, problem, algorithm);
     cuda_check(cudaEventRecord(events[0], stream->cuda));
     for (int run = 0; run < runs; run++)
         gemm_run(stream, g, problem, algorithm);
@@ -163,23 +179,28 @@ int collect(struct stream *stream, const struct gemm *g, struct gemm_problem *pr
     return count;
 }
 
-// Candidates take turns, since the GPU slows down while it is busy.
+// Candidates take turns, since the GPU slows down while it is busy. busy: also each is kept running.
 void measure(struct stream *stream, const struct gemm *g, struct gemm_problem *problem,
-             struct candidate *candidates, int count, cudaEvent_t *events)
+             struct candidate *candidates, int count, bool busy, cudaEvent_t *events)
 {
+    int few = operations_of(g) < small_product ? SMALL_RUNS : 1;
     double least = INFINITY;
     for (int i = 0; i < count; i++) {
-        candidates[i].seconds = seconds_of(stream, g, problem, &candidates[i].algorithm, events);
+        candidates[i].seconds =
+            seconds_of(stream, g, problem, &candidates[i].algorithm, 0, few, events);
         least = std::min(least, candidates[i].seconds);
     }
-    for (int i = 1; i < count; i++)
-        if (candidates[i].seconds > hopeless * least)
+    for (int i = 0; i < count; i++)
+        if (i > 0 && candidates[i].seconds > hopeless * least)
             candidates[i].seconds = INFINITY;
-    for (int round = 1; round < ROUNDS; round++)
+        else if (busy)
+            candidates[i].seconds = 0.0; // what a cool GPU does is forgotten
+    int more = busy ? std::max((int)(busy_seconds / least), (int)FEWEST_RUNS) : few;
+    for (int round = busy ? 0 : 1; round < ROUNDS; round++)
         for (int i = 0; i < count; i++)
             if (isfinite(candidates[i].seconds))
-                candidates[i].seconds +=
-                    seconds_of(stream, g, problem, &candidates[i].algorithm, events);
+                candidates[i].seconds += seconds_of(stream, g, problem, &candidates[i].algorithm,
+                                                    busy ? more : 0, more, events);
 }
 
 int fastest(const struct candidate *candidates, int count)
@@ -193,8 +214,8 @@ int fastest(const struct candidate *candidates, int count)
 
 // Not timed, the bucket gets the first proposal that works, so that the time there was for timing
 // changes no bits either.
-void tune_bucket(struct stream *stream, const struct gemm *recorded, int64_t bucket, bool timed,
-                 cudaEvent_t *events)
+void tune_bucket(struct stream *stream, const struct gemm *recorded, int64_t bucket,
+                 enum timing timing, cudaEvent_t *events)
 {
     struct gemm_state *state = gemm_state_of(stream);
     struct gemm_product product = gemm_product_of(recorded);
@@ -205,13 +226,15 @@ void tune_bucket(struct stream *stream, const struct gemm *recorded, int64_t buc
         state->buckets_left_out++;
         return;
     }
-    if (timed)
+    if (timing != TIMING_NONE)
         fill_operands(stream, &g);
-    int count = collect(stream, &g, &problem, bucket, timed ? CANDIDATES : 1, candidates);
+    int count =
+        collect(stream, &g, &problem, bucket, timing != TIMING_NONE ? CANDIDATES : 1, candidates);
     if (count == 0)
         return;
     if (count > 1)
-        measure(stream, &g, &problem, candidates, count, events);
+        measure(stream, &g, &problem, candidates, count,
+                timing == TIMING_BUSY && operations_of(&g) >= large_product, events);
     struct gemm_tuned *tuned = &state->tuned[state->tuned_count++];
     tuned->product = gemm_product_with_rows(&product, bucket);
     tuned->algorithm = candidates[count > 1 ? fastest(candidates, count) : 0].algorithm;
@@ -233,6 +256,14 @@ void gemm_record_cuda(struct stream *stream)
     state->record = true;
 }
 
+// Most of the time is for the products that take most of a step: they come first.
+static enum timing timing_after(double used, double seconds)
+{
+    if (used < seconds * 0.75)
+        return TIMING_BUSY;
+    return used < seconds ? TIMING_SHORT : TIMING_NONE;
+}
+
 void gemm_tune_cuda(struct stream *stream, double seconds, struct gemm_algorithms *algorithms)
 {
     struct gemm_state *state = gemm_state_of(stream);
@@ -249,8 +280,8 @@ void gemm_tune_cuda(struct stream *stream, double seconds, struct gemm_algorithm
             for (int down = 0; down < level; down++)
                 bucket = gemm_bucket_below(bucket);
             if (bucket > 0 && well_aligned(&state->recorded[i]))
-                tune_bucket(stream, &state->recorded[i], bucket, timer_now() - begin < seconds,
-                            events);
+                tune_bucket(stream, &state->recorded[i], bucket,
+                            timing_after(timer_now() - begin, seconds), events);
         }
     cuda_check(cudaEventDestroy(events[0]));
     cuda_check(cudaEventDestroy(events[1]));

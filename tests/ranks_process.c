@@ -1,12 +1,15 @@
 // One rank that does what its first argument says, with the second as parallel.timeout; test_ranks starts several by mpirun. Exit status 0 when what
 // it expects came true.
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/memory.h"
 #include "base/rng.h"
 #include "trainer/ranks.h"
+#include "trainer/signals.h"
 
 struct rank {
     struct config config;
@@ -90,12 +93,115 @@ static void exchange(struct rank *r)
     check_host_values(r);
 }
 
+// The last rank is the one that something happens to.
+static bool victim(const struct rank *r)
+{
+    return r->rank == r->size - 1;
+}
+
+static void exchanges(struct rank *r, int count)
+{
+    for (int i = 0; i < count; i++) {
+        double one = 1.0;
+        ranks_sum(r->ranks, &one, 1);
+        EXPECT(one == r->size);
+    }
+}
+
+// Exchanges that end only with the process.
+static void go_on(struct rank *r)
+{
+    for (;;)
+        exchanges(r, 1);
+}
+
+static void killed(struct rank *r)
+{
+    exchanges(r, 5);
+    if (victim(r))
+        raise(SIGKILL);
+    go_on(r);
+}
+
+static void stopped(struct rank *r)
+{
+    exchanges(r, 5);
+    if (victim(r))
+        raise(SIGSTOP);
+    go_on(r);
+}
+
+static void busy(struct rank *r)
+{
+    exchanges(r, 5);
+    while (victim(r))
+        pause();
+    go_on(r);
+}
+
+// Ends like a program whose environment failed.
+static void ended(struct rank *r)
+{
+    exchanges(r, 5);
+    if (victim(r))
+        exit(1);
+    go_on(r);
+}
+
+static void fails(struct rank *r)
+{
+    exchanges(r, 5);
+    if (victim(r)) {
+        ranks_fail(r->ranks, "the disk of this rank is full");
+        exit(1);
+    }
+    go_on(r);
+}
+
+static void all_fail(struct rank *r)
+{
+    exchanges(r, 5);
+    usleep(100000 * (unsigned)r->rank);
+    ranks_fail(r->ranks, "the data have no supervised token");
+    ranks_close(r->ranks);
+    exit(2);
+}
+
+static void signalled(struct rank *r)
+{
+    signals_install();
+    exchanges(r, 5);
+    if (victim(r))
+        raise(SIGUSR1);
+    int64_t number = 0;
+    while (number == 0) {
+        number = ranks_signal(r->ranks);
+        ranks_max(r->ranks, &number, 1);
+    }
+    EXPECT(number == SIGUSR1);
+}
+
+static void confirmed(struct rank *r)
+{
+    for (int64_t number = 1; number <= 3; number++) {
+        usleep(50000 * (unsigned)r->rank);
+        ranks_confirm(r->ranks, number);
+        while (r->rank == 0 && ranks_confirmed(r->ranks) < number)
+            usleep(1000);
+        int64_t own[1] = {ranks_confirmed(r->ranks)};
+        EXPECT(own[0] == number);
+        ranks_barrier(r->ranks);
+    }
+}
+
 int main(int argc, char **argv)
 {
     static const struct {
         const char *name;
         void (*run)(struct rank *r);
-    } scenes[] = {{"exchange", exchange}};
+    } scenes[] = {{"exchange", exchange}, {"killed", killed},       {"stopped", stopped},
+                  {"busy", busy},         {"ended", ended},         {"fails", fails},
+                  {"all_fail", all_fail}, {"signalled", signalled}, {"confirmed", confirmed}};
     struct rank rank, *r = &rank;
     struct error err = {0};
     if (argc != 3)

@@ -35,9 +35,10 @@ struct ranks_engine {
     double (*waiting)(void *state);
 };
 
-// MPI, where it is built in. start: before ranks_open's processes know each other; -1: not built in, or MPI
-// sees other ranks than the launcher.
-int ranks_mpi_start(const struct ranks *ranks, struct error *err);
+// MPI, where it is built in. start: before the processes know each other; -1: not built in, or MPI sees other
+// ranks than the launcher. From start to tell the process ends when MPI takes more than `seconds`.
+bool ranks_mpi_built(void);
+int ranks_mpi_start(const struct ranks *ranks, double seconds, struct error *err);
 // The bytes of rank 0 to everybody, before there is an engine.
 void ranks_mpi_tell(void *bytes, size_t size);
 const struct ranks_engine *ranks_mpi_engine(struct ranks *ranks, void **state);

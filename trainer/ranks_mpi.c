@@ -5,9 +5,15 @@
 
 #ifndef DTRAIN_MPI
 
-int ranks_mpi_start(const struct ranks *ranks, struct error *err)
+bool ranks_mpi_built(void)
+{
+    return false;
+}
+
+int ranks_mpi_start(const struct ranks *ranks, double seconds, struct error *err)
 {
     (void)ranks;
+    (void)seconds;
     return error_set(err,
                      "this build has no MPI: CMake found none, or was given -DWITH_MPI=OFF; ranks "
                      "on CPUs need it");
@@ -31,12 +37,15 @@ const struct ranks_engine *ranks_mpi_engine(struct ranks *ranks, void **state)
 #include <limits.h>
 #include <mpi.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "base/log.h"
 #include "base/memory.h"
+#include "trainer/commands.h"
 
 enum {
     CHUNK_FLOATS = 1 << 20,   // of a reduction, from each rank at a time
@@ -52,9 +61,29 @@ struct mpi_state {
     MPI_Request *requests; // [size]
 };
 
-int ranks_mpi_start(const struct ranks *ranks, struct error *err)
+bool ranks_mpi_built(void)
 {
+    return true;
+}
+
+// MPI's own start waits for all processes without a limit.
+static void give_up(int signal_number)
+{
+    static const char text[] =
+        "dtrain: MPI has not started within parallel.timeout seconds: a rank is "
+        "stopped or gone\n";
+    (void)signal_number;
+    if (write(STDERR_FILENO, text, sizeof(text) - 1) < 0)
+        _exit(EXIT_FAILED);
+    _exit(EXIT_FAILED);
+}
+
+int ranks_mpi_start(const struct ranks *ranks, double seconds, struct error *err)
+{
+    struct sigaction action = {.sa_handler = give_up};
     int got, rank, size;
+    sigaction(SIGALRM, &action, NULL);
+    alarm((unsigned)seconds);
     if (MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &got) != MPI_SUCCESS)
         return error_set(err, "MPI does not start");
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
@@ -85,6 +114,7 @@ static void check(int status, const char *what)
 void ranks_mpi_tell(void *bytes, size_t size)
 {
     check(MPI_Bcast(bytes, (int)size, MPI_BYTE, 0, MPI_COMM_WORLD), "MPI_Bcast");
+    alarm(0);
 }
 
 static void finish(struct mpi_state *s, MPI_Request *requests, int count)
