@@ -43,17 +43,23 @@ static void become_program(const struct program *program, char *const *words)
         if (setrlimit(RLIMIT_FSIZE, &limit) != 0)
             _exit(126);
     }
-    execv(DTRAIN_BINARY, words);
+    execvp(words[0], words);
     _exit(127);
 }
 
 void program_start(struct program *program, const char *output, const char *const *arguments)
 {
-    char *words[ARGUMENTS] = {(char *)DTRAIN_BINARY};
-    int count = 1;
-    for (; arguments[count - 1] != NULL; count++) {
+    char *words[ARGUMENTS] = {NULL}, number[16];
+    int count = 0;
+    snprintf(number, sizeof(number), "%d", program->ranks);
+    const char *const launcher[] = {
+        "mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", number};
+    for (size_t i = 0; program->ranks > 0 && i < sizeof(launcher) / sizeof(*launcher); i++)
+        words[count++] = (char *)launcher[i];
+    words[count++] = (char *)DTRAIN_BINARY;
+    for (size_t i = 0; arguments[i] != NULL; i++) {
         BUG_UNLESS(count + 1 < ARGUMENTS);
-        words[count] = (char *)arguments[count - 1];
+        words[count++] = (char *)arguments[i];
     }
     program->output = memory_strdup(output);
     program->pid = fork();
@@ -119,6 +125,47 @@ int program_run(const char *output, const char *const *arguments)
     struct program program = {0};
     program_start(&program, output, arguments);
     return program_wait(&program, 120.0);
+}
+
+// ---- several ranks --------------------------------------------------------------------------------
+
+bool program_has_ranks(void)
+{
+    return DTRAIN_HAS_MPI && system("mpirun --version >/dev/null 2>&1") == 0;
+}
+
+// Parent and name of a process, as /proc says; 0: it is gone.
+static pid_t parent_of(pid_t pid, char *name, size_t size)
+{
+    char path[64], text[512], *end;
+    snprintf(path, sizeof(path), "/proc/%ld/stat", (long)pid);
+    FILE *file = fopen(path, "r");
+    size_t length = file != NULL ? fread(text, 1, sizeof(text) - 1, file) : 0;
+    if (file != NULL)
+        fclose(file);
+    text[length] = '\0';
+    char *begin = strchr(text, '(');
+    if (begin == NULL || (end = strrchr(text, ')')) == NULL || end[2] == 'Z')
+        return 0;
+    *end = '\0';
+    snprintf(name, size, "%s", begin + 1);
+    return (pid_t)strtol(end + 4, NULL, 10);
+}
+
+int program_ranks(const struct program *program, pid_t *pids, int capacity)
+{
+    DIR *directory = opendir("/proc");
+    int count = 0;
+    for (struct dirent *entry; directory != NULL && (entry = readdir(directory)) != NULL;) {
+        char name[64];
+        pid_t pid = (pid_t)strtol(entry->d_name, NULL, 10);
+        if (pid > 0 && count < capacity && parent_of(pid, name, sizeof(name)) == program->pid &&
+            strcmp(name, "dtrain") == 0)
+            pids[count++] = pid;
+    }
+    if (directory != NULL)
+        closedir(directory);
+    return count;
 }
 
 // ---- what it left --------------------------------------------------------------------------------
@@ -261,27 +308,4 @@ int64_t program_checkpoint(const char *run)
         closedir(directory);
     free(folder);
     return newest;
-}
-
-bool program_same_state(const char *first, const char *second)
-{
-    static const char *const files[] = {"master.safetensors", "adam_m.safetensors",
-                                        "adam_v.safetensors", "model.safetensors"};
-    bool same = true;
-    for (size_t i = 0; i < sizeof(files) / sizeof(*files) && same; i++) {
-        char *a = memory_format("%s/%s", first, files[i]);
-        char *b = memory_format("%s/%s", second, files[i]);
-        size_t a_size, b_size;
-        char *a_bytes = read_file(a, &a_size), *b_bytes = read_file(b, &b_size);
-        if (a_size == 0)
-            fail_msg("%s: missing or empty", a);
-        same = a_size == b_size && memcmp(a_bytes, b_bytes, a_size) == 0;
-        if (!same)
-            print_error("%s and %s differ\n", a, b);
-        free(b_bytes);
-        free(a_bytes);
-        free(b);
-        free(a);
-    }
-    return same;
 }

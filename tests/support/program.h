@@ -12,12 +12,18 @@ struct program {
     pid_t pid;          // 0: not running
     char *output;       // file that holds its stdout and stderr
     int64_t file_limit; // bytes that one of its files may have, writing more fails; 0: any
+    int ranks;          // processes, started by mpirun; 0: one, without it
     // after program_wait
     double cpu_seconds;
     int64_t peak_bytes; // resident
 };
 
-// Starts dtrain with these arguments, NULL at the end. *program: zeros, or with file_limit set.
+// Whether there is an mpirun, and dtrain can use it.
+bool program_has_ranks(void);
+// Processes of this program that live, at most `capacity` of them, in order of their start: mpirun's children
+// when there are several ranks. Returns their number.
+int program_ranks(const struct program *program, pid_t *pids, int capacity);
+// Starts dtrain with these arguments, NULL at the end. *program: zeros, or with file_limit or ranks set.
 void program_start(struct program *program, const char *output, const char *const *arguments);
 void program_signal(const struct program *program, int signal_number);
 // Whether it has not ended yet.
@@ -49,7 +55,11 @@ void program_wait_step(const struct program *program, const char *run, int64_t s
 
 // Newest complete checkpoint of a run folder, -1: none.
 int64_t program_checkpoint(const char *run);
-// Whether both checkpoint directories hold bitwise the same weights and moments.
+// Whether both checkpoint directories hold bitwise the same weights and moments, written by as many ranks.
 bool program_same_state(const char *first, const char *second);
+
+// Norm of the difference over norm of the first, over all tensors of an array ("master", "adam_m") of two
+// checkpoint directories, whichever ranks wrote them.
+double program_state_distance(const char *first, const char *second, const char *array);
 
 #endif

@@ -233,8 +233,10 @@ int run_train(const struct run_fixture *fixture, const char *name, ...)
     va_list args;
     va_start(args, name);
     struct words words = train_words(fixture, name, args);
+    struct program program = {.ranks = fixture->ranks};
     va_end(args);
-    return program_run(run_path(fixture, "%s.out", name), words.items);
+    program_start(&program, run_path(fixture, "%s.out", name), words.items);
+    return program_wait(&program, 120.0);
 }
 
 void run_train_start(const struct run_fixture *fixture, struct program *program, const char *name,
@@ -244,6 +246,7 @@ void run_train_start(const struct run_fixture *fixture, struct program *program,
     va_start(args, name);
     struct words words = train_words(fixture, name, args);
     va_end(args);
+    program->ranks = fixture->ranks;
     program_start(program, run_path(fixture, "%s.out", name), words.items);
 }
 

@@ -12,6 +12,7 @@ struct run_fixture {
     char *folder;
     const char *sets[24]; // "key=value" added to every command that reads the config
     int set_count;
+    int ranks; // of train; 0: one process, without mpirun
 };
 
 // run.yaml trains 20 steps of two rows over several epochs, saves every 4, in fp32 with one thread.
