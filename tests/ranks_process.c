@@ -8,6 +8,7 @@
 
 #include "base/memory.h"
 #include "base/rng.h"
+#include "configs/config.h"
 #include "trainer/ranks.h"
 #include "trainer/signals.h"
 

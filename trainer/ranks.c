@@ -10,6 +10,7 @@
 #include "base/log.h"
 #include "base/memory.h"
 #include "base/rng.h"
+#include "configs/config.h"
 #include "trainer/rank_control.h"
 #include "trainer/rank_gpu.h"
 #include "trainer/rank_place.h"

@@ -8,10 +8,17 @@
 #ifndef TRAINER_RANKS_H
 #define TRAINER_RANKS_H
 
+#include <stddef.h>
+#include <stdint.h>
+
 #include "base/error.h"
-#include "configs/config.h"
 #include "kernels/backend.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct config;
 struct ranks;
 
 // Joins the other processes: from the environment of torchrun, srun or mpirun, or as dtrain's own child.
@@ -70,4 +77,7 @@ void ranks_confirm(struct ranks *ranks, int64_t number);
 // The smallest of the ranks' last numbers as rank 0 knows them, 0 before; on other ranks their own.
 int64_t ranks_confirmed(const struct ranks *ranks);
 
+#ifdef __cplusplus
+}
+#endif
 #endif
