@@ -134,8 +134,8 @@ bool program_has_ranks(void)
     return DTRAIN_HAS_MPI && system("mpirun --version >/dev/null 2>&1") == 0;
 }
 
-// Parent and name of a process, as /proc says; 0: it is gone.
-static pid_t parent_of(pid_t pid, char *name, size_t size)
+// As /proc says; 0: it is gone.
+static pid_t parent_of(pid_t pid)
 {
     char path[64], text[512], *end;
     snprintf(path, sizeof(path), "/proc/%ld/stat", (long)pid);
@@ -144,12 +144,18 @@ static pid_t parent_of(pid_t pid, char *name, size_t size)
     if (file != NULL)
         fclose(file);
     text[length] = '\0';
-    char *begin = strchr(text, '(');
-    if (begin == NULL || (end = strrchr(text, ')')) == NULL || end[2] == 'Z')
-        return 0;
-    *end = '\0';
-    snprintf(name, size, "%s", begin + 1);
-    return (pid_t)strtol(end + 4, NULL, 10);
+    end = strrchr(text, ')'); // of the name, then the state and the parent
+    return end != NULL && end[2] != 'Z' ? (pid_t)strtol(end + 4, NULL, 10) : 0;
+}
+
+// Whatever name it gave itself.
+static bool is_dtrain(pid_t pid)
+{
+    char path[64], target[1024];
+    snprintf(path, sizeof(path), "/proc/%ld/exe", (long)pid);
+    ssize_t length = readlink(path, target, sizeof(target) - 1);
+    target[length > 0 ? length : 0] = '\0';
+    return strcmp(target, DTRAIN_BINARY) == 0;
 }
 
 int program_ranks(const struct program *program, pid_t *pids, int capacity)
@@ -157,10 +163,8 @@ int program_ranks(const struct program *program, pid_t *pids, int capacity)
     DIR *directory = opendir("/proc");
     int count = 0;
     for (struct dirent *entry; directory != NULL && (entry = readdir(directory)) != NULL;) {
-        char name[64];
         pid_t pid = (pid_t)strtol(entry->d_name, NULL, 10);
-        if (pid > 0 && count < capacity && parent_of(pid, name, sizeof(name)) == program->pid &&
-            strcmp(name, "dtrain") == 0)
+        if (pid > 0 && count < capacity && parent_of(pid) == program->pid && is_dtrain(pid))
             pids[count++] = pid;
     }
     if (directory != NULL)
