@@ -31,6 +31,7 @@ struct options {
     char **files;                                                     // what follows the options
     int file_count;
     const char *command; // the whole command line as typed
+    char **arguments;    // the same as it came, NULL at the end
 };
 
 int command_train(const struct options *options);

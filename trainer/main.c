@@ -10,6 +10,7 @@
 #include "base/memory.h"
 #include "trainer/commands.h"
 #include "trainer/help.h"
+#include "trainer/launch.h"
 #include "version.h"
 
 enum option_id {
@@ -74,8 +75,15 @@ struct command {
     bool files; // takes file names
 };
 
+// On several GPUs as several processes.
+static int train(const struct options *options)
+{
+    int status = launch_train(options);
+    return status >= 0 ? status : command_train(options);
+}
+
 static const struct command commands[] = {
-    {"train", command_train, "config set resume replan", "config", false},
+    {"train", train, "config set resume replan", "config", false},
     {"eval", command_eval, "config set checkpoint blocks rows served", "config checkpoint", false},
     {"trace", command_trace, "config set checkpoint out", "config out", false},
     {"plan", command_plan, "config set json device-memory gpus fit vary target-config tflops",
@@ -331,6 +339,7 @@ int main(int argc, char **argv)
     char *line = join_command(argc, argv);
     options.sets = memory_alloc((size_t)argc, sizeof(*options.sets));
     options.command = line;
+    options.arguments = argv;
     int status = run(command, skip, argc, argv, &options);
     if ((fflush(stdout) != 0 || ferror(stdout)) && status == EXIT_DONE) {
         log_error("standard output can not be written");
