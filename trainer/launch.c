@@ -156,7 +156,7 @@ static void reap(struct supervisor *s)
         if (!is_fault(status))
             continue;
         // What ends with a status has said why.
-        if (WIFSIGNALED(status) && !s->killed)
+        if (WIFSIGNALED(status) && !(s->terminated > 0.0))
             log_error("rank %d (process %d) %s", rank, (int)pid, how(status, text, sizeof(text)));
         if (!(s->first_fault > 0.0))
             s->first_fault = timer_now();
