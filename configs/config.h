@@ -115,7 +115,7 @@ size_t config_warnings(const struct config *config, struct error *text);
 // without a match, a path without a file and the same file twice in a list are faults.
 int config_expand_files(struct config *config, struct error *err);
 // Checks that everything the config reads exists: target.path, the shards behind data.train and
-// data.val (patterns or files), drafter.draft_vocab. Changes nothing. Not drafter.init_from, which a
+// data.val (patterns or files), data.manifest, drafter.draft_vocab. Changes nothing. Not drafter.init_from, which a
 // resumed run does not read.
 int config_check_files(const struct config *config, struct error *err);
 
@@ -135,6 +135,8 @@ int config_compare_drafter(const struct config *before, const struct config *now
 
 // Bytes of memory.limit; 0: it is not given.
 uint64_t config_memory_limit(const struct config *config);
+// data.spool_bytes.
+uint64_t config_spool_bytes(const struct config *config);
 
 // Text of a CHOICE key's value, e.g. config_choice_name("loss", "slot_weight", SLOT_WEIGHT_EXP).
 const char *config_choice_name(const char *section, const char *key, int value);

@@ -180,6 +180,8 @@ int config_check_files(const struct config *config, struct error *err)
     expand_both(config, &train, &val, &faults);
     release_texts(&train);
     release_texts(&val);
+    check_path(config, &faults, config->lines.data.manifest, "data", "manifest",
+               config->data.manifest);
     check_path(config, &faults, config->lines.drafter.draft_vocab, "drafter", "draft_vocab",
                config->drafter.draft_vocab);
     return config_faults_end(&faults, err);

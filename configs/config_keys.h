@@ -52,10 +52,12 @@
     TEXT(name, NULL, FREE, "name written in exports as the target; default: the shards' target_model")
 
 #define DATA_KEYS(TEXT, PATH, INT, REAL, FLAG, CHOICE, TEXTS, PATHS, INTS, REALS) \
-    PATHS(train, KEEP, "feature shards to train on: paths and globs, expanded and sorted (required to train)") \
+    PATHS(train, KEEP, "feature shards to train on: paths and globs, expanded and sorted (required to train without a manifest)") \
     PATHS(val, KEEP, "feature shards to validate on: paths and globs") \
-    PATH(manifest, NULL, KEEP, "document manifest of a spooled data set; default: documents are read from the shards themselves") \
-    PATH(spool, NULL, FREE, "folder through which an extractor feeds shards while training runs") \
+    PATH(manifest, NULL, KEEP, "document manifest of a spooled data set, instead of train; needs spool") \
+    PATH(spool, NULL, FREE, "folder through which an extractor feeds the features of the manifest's documents while training runs; shards are removed when they have been used") \
+    TEXT(spool_bytes, "64GiB", FREE, "what shards in the spool may take together, as 64GiB; the extractor waits when it is full") \
+    INT(spool_wait, 1800, 0, 31536000, FREE, "seconds without a new shard of the spool after which a waiting run saves and stops with status 75; 0: it waits for ever") \
     INT(seq_len, 4096, 2, 16777216, KEEP, "tokens in a packed row; longer documents are cut") \
     INT(rows_per_step, 1, 1, 1048576, KEEP, "packed rows in one optimizer step, over all ranks and micro-steps") \
     CHOICE(on_bad_sample, fail, "fail\0skip", FREE, "a document with bad values: stop, or give it weight 0 and count it") \

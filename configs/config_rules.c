@@ -58,13 +58,18 @@ static void check_data(const struct check *c)
     const struct config *config = c->config;
     check_ascending(c, config->lines.target.layer_ids, "target", "layer_ids",
                     &config->target.layer_ids);
-    if (config->data.manifest)
-        FAULT(
-            c, data, manifest,
-            "this version reads documents from the shards of data.train; leave data.manifest out");
-    if (config->data.spool)
-        FAULT(c, data, spool,
-              "this version reads finished shards of data.train; leave data.spool out");
+    const struct data_config *d = &config->data;
+    uint64_t bytes = 0;
+    if (d->manifest && d->train.count > 0)
+        FAULT(c, data, manifest, "given together with data.train; keep one, both say what to read");
+    if (d->manifest && !d->spool)
+        FAULT(c, data, manifest,
+              "needs data.spool, the folder through which the features of its documents come");
+    if (d->spool && !d->manifest)
+        FAULT(c, data, spool, "needs data.manifest, which says what documents there will be");
+    if (byte_size_parse_memory(d->spool_bytes, &bytes) != 0)
+        FAULT(c, data, spool_bytes, "%s is no number of bytes with a unit; say 64GiB or 512MiB",
+              d->spool_bytes);
 }
 
 // Drafts of one block, or ttt_steps.
@@ -274,6 +279,14 @@ int config_validate(const struct config *config, struct error *err)
     config_check_missing(config, &faults);
     config_check_rules(config, &faults);
     return config_faults_end(&faults, err);
+}
+
+uint64_t config_spool_bytes(const struct config *config)
+{
+    uint64_t bytes = 0;
+    if (byte_size_parse_memory(config->data.spool_bytes, &bytes) != 0)
+        BUG("data.spool_bytes was not checked: %s", config->data.spool_bytes);
+    return bytes;
 }
 
 uint64_t config_memory_limit(const struct config *config)

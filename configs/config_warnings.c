@@ -102,8 +102,8 @@ static void watch_serving(struct watch *w)
 
 static void watch_parallel(struct watch *w)
 {
-    if (w->config->parallel.gpus > 1)
-        WARN(w, parallel, gpus, "this version trains on one device");
+    if (w->config->parallel.gpus > 1 && w->config->run.device == DEVICE_CPU)
+        WARN(w, parallel, gpus, "has no effect with run.device cpu; mpirun starts ranks on CPUs");
 }
 
 static void watch_overlap(struct watch *w)

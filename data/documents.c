@@ -287,6 +287,39 @@ static int check_any(const struct opening *opening, struct error *err)
         (long long)documents->dropped_bad);
 }
 
+static void open_manifest(struct opening *opening, const char *path)
+{
+    struct documents *documents = opening->documents;
+    struct error found = {""};
+    documents->shards = memory_alloc(1, sizeof(*documents->shards));
+    if (shard_open_manifest(&documents->shards[0], path, &found) == 0)
+        documents->shard_count = 1;
+    else
+        faults_add(&opening->faults, found.text);
+}
+
+// What the files that are open hold. Ends the opening.
+static int take_documents(struct opening *opening, struct error *err)
+{
+    struct documents *documents = opening->documents;
+    id_table_init(&opening->ids);
+    for (size_t i = 0; i < documents->shard_count; i++)
+        add_shard(opening, i);
+    int result = faults_result(&opening->faults, err);
+    if (result == 0)
+        result = check_any(opening, err);
+    if (result == 0) {
+        take_common_facts(documents);
+        warn_of_made_ids(documents);
+    } else {
+        documents_close(documents);
+    }
+    id_table_release(&opening->ids);
+    free(opening->piece_ids);
+    free(opening->piece_mask);
+    return result;
+}
+
 int documents_open(struct documents *documents, const struct config_texts *paths, int64_t seq_len,
                    int on_bad_sample, struct error *err)
 {
@@ -295,23 +328,18 @@ int documents_open(struct documents *documents, const struct config_texts *paths
         return error_set(err, "no shards were given");
     struct opening opening = {
         .documents = documents, .seq_len = seq_len, .on_bad_sample = on_bad_sample};
-    id_table_init(&opening.ids);
     open_shards(&opening, paths);
-    for (size_t i = 0; i < documents->shard_count; i++)
-        add_shard(&opening, i);
-    int result = faults_result(&opening.faults, err);
-    if (result == 0)
-        result = check_any(&opening, err);
-    if (result == 0) {
-        take_common_facts(documents);
-        warn_of_made_ids(documents);
-    } else {
-        documents_close(documents);
-    }
-    id_table_release(&opening.ids);
-    free(opening.piece_ids);
-    free(opening.piece_mask);
-    return result;
+    return take_documents(&opening, err);
+}
+
+int documents_open_manifest(struct documents *documents, const char *path, int64_t seq_len,
+                            int on_bad_sample, struct error *err)
+{
+    *documents = (struct documents){.shards = NULL};
+    struct opening opening = {
+        .documents = documents, .seq_len = seq_len, .on_bad_sample = on_bad_sample};
+    open_manifest(&opening, path);
+    return take_documents(&opening, err);
 }
 
 void documents_close(struct documents *documents)

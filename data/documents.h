@@ -42,6 +42,9 @@ struct documents {
 // A data set without any supervised token is an error that says so.
 int documents_open(struct documents *documents, const struct config_texts *paths, int64_t seq_len,
                    int on_bad_sample, struct error *err);
+// The same of a manifest (docs/file-formats.md), which holds all documents and no features.
+int documents_open_manifest(struct documents *documents, const char *path, int64_t seq_len,
+                            int on_bad_sample, struct error *err);
 void documents_close(struct documents *documents);
 
 // Maps target.layer_ids of a config (empty: all) to planes of the shards: plane[l] for each captured

@@ -3,6 +3,7 @@
 #include "data/packing.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/log.h"
 #include "base/memory.h"
@@ -129,6 +130,8 @@ void packing_make(struct packing *packing, const struct documents *documents, in
     for (int64_t r = packing->rows; r > 0; r--)
         next[r] = next[r - 1];
     next[0] = 0;
+    packing->row_places = memory_alloc((size_t)packing->rows + 1, sizeof(*packing->row_places));
+    memcpy(packing->row_places, next, (size_t)packing->rows * sizeof(*next));
     free(order);
     free(row_of);
 }
@@ -142,6 +145,7 @@ void packing_keep(struct packing *packing, const int32_t *owner, int32_t keep)
             continue;
         for (int64_t d = begin; d < end; d++)
             packing->document[documents + d - begin] = packing->document[d];
+        packing->row_places[rows] = packing->row_places[r];
         packing->row_offsets[rows++] = documents; // of row r at most, which has been read
         documents += end - begin;
     }
@@ -153,5 +157,6 @@ void packing_release(struct packing *packing)
 {
     free(packing->document);
     free(packing->row_offsets);
+    free(packing->row_places);
     *packing = (struct packing){0};
 }

@@ -8,6 +8,7 @@
 struct packing {
     int32_t *document;    // [documents] indices into documents.items, row after row
     int64_t *row_offsets; // [rows + 1] into document
+    int64_t *row_places;  // [rows] where a row begins in the order of all rows of the epoch
     int64_t rows;
     int64_t tokens;
 };

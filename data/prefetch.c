@@ -73,6 +73,8 @@ static void lay_out_row(const struct prefetch *prefetch, struct place *place)
     int64_t begin = packing->row_offsets[prefetch->next_row];
     row->documents = packing->row_offsets[prefetch->next_row + 1] - begin;
     row->epoch = prefetch->epoch;
+    row->serial =
+        (int64_t)(prefetch->epoch * documents->count) + packing->row_places[prefetch->next_row];
     row->bad_documents = row->supervised = row->read_bytes = 0;
     row->read_seconds = 0.0;
     row->doc_offsets[0] = 0;
@@ -152,8 +154,9 @@ static int read_document(struct prefetch *prefetch, struct row *row, int64_t d, 
         row->doc_of[begin + t] = (int32_t)d;
     }
     memset(row->blank + begin, 0, (size_t)length);
-    int result = prefetch->source->ops->read(prefetch->source, row->docs[d], row->input_ids + begin,
-                                             row->loss_mask + begin, hidden, err);
+    int result =
+        prefetch->source->ops->read(prefetch->source, row->docs[d], row->serial + d,
+                                    row->input_ids + begin, row->loss_mask + begin, hidden, err);
     if (result == SOURCE_BAD)
         blank_document(row, begin, length);
     return result;
@@ -325,10 +328,12 @@ static struct timespec seconds_from_now(double seconds)
 // False: some reader did not come back in time.
 static bool stop_readers(struct prefetch *prefetch)
 {
-    struct timespec limit = seconds_from_now(prefetch->options.stall_seconds);
+    struct timespec limit = seconds_from_now(fmin(prefetch->options.stall_seconds, 600.0));
     pthread_mutex_lock(&prefetch->lock);
     prefetch->stopping = true;
     pthread_cond_broadcast(&prefetch->changed);
+    if (prefetch->source->ops->interrupt != NULL)
+        prefetch->source->ops->interrupt(prefetch->source);
     int code = 0;
     // After a stall nobody waits another full period for the same reader, nor after a stop.
     if (prefetch->stall.text[0] != '\0' || prefetch->given_up)

@@ -21,6 +21,7 @@ struct row {
     int64_t bad_documents;
     bf16 *hidden;   // [T] features of tokens ([T, P, H] unless float8); given allocator's memory
     uint64_t epoch; // for the random numbers keyed by epoch
+    int64_t serial; // of its first document, counted over all epochs in the order of reading
     int64_t supervised;  // tokens with loss_mask 1
     double read_seconds; // spent reading it
     int64_t read_bytes;

@@ -58,12 +58,13 @@ static int required_integer(const struct shard *shard, const char *name, int64_t
 // A shard of another format or version is not looked at further: nothing else in it need make sense.
 static int check_format(const struct shard *shard, struct error *err)
 {
+    const char *wanted = shard->manifest ? "dtrain-manifest" : "dtrain-features";
     char *format = NULL;
     int64_t version = 0;
     int result = required_text(shard, "format", &format, err);
-    if (result == 0 && strcmp(format, "dtrain-features") != 0)
-        result = error_add(err, "%s: attribute format is \"%s\", not \"dtrain-features\"",
-                           shard->path, format);
+    if (result == 0 && strcmp(format, wanted) != 0)
+        result = error_add(err, "%s: attribute format is \"%s\", not \"%s\"", shard->path, format,
+                           wanted);
     free(format);
     if (result == 0)
         result = required_integer(shard, "format_version", INT64_MAX, &version, err);
@@ -273,6 +274,10 @@ static int open_index(struct shard *shard, struct document_arrays *arrays, struc
     int result = open_document_arrays(shard, arrays, err);
     result |= open_array(shard, &files->ids, "input_ids", 1, HDF5_INTEGER, err);
     result |= open_array(shard, &files->mask, "loss_mask", 1, HDF5_INTEGER, err);
+    if (shard->manifest && !arrays->has_ids)
+        result = error_add(err, "%s: doc_id is missing; a manifest needs it", shard->path);
+    if (shard->manifest)
+        return result;
     result |= open_hidden(shard, err);
     result |= open_teacher(shard, err);
     return result;
@@ -371,6 +376,8 @@ static int check_rows(const struct shard *shard, struct error *err)
 {
     const struct shard_files *files = shard->files;
     int result = check_token_rows(shard, &files->mask, err);
+    if (shard->manifest)
+        return result;
     result |= check_token_rows(shard, &files->hidden, err);
     if (shard->features.float8)
         result |= check_token_rows(shard, &files->scales, err);
@@ -414,11 +421,11 @@ static void drop_library(struct shard_files *files)
     hdf5_file_close_library(&files->file);
 }
 
-int shard_open(struct shard *shard, const char *path, struct error *err)
+static int open_as(struct shard *shard, const char *path, bool manifest, struct error *err)
 {
     struct error found = {""};
     struct document_arrays arrays = {.offsets.id = -1, .ids.id = -1, .crc.id = -1};
-    *shard = (struct shard){.path = memory_strdup(path)};
+    *shard = (struct shard){.path = memory_strdup(path), .manifest = manifest};
     shard->files = memory_alloc(1, sizeof(*shard->files));
     files_init(shard->files);
 
@@ -443,6 +450,16 @@ int shard_open(struct shard *shard, const char *path, struct error *err)
         *err = found;
     }
     return result;
+}
+
+int shard_open(struct shard *shard, const char *path, struct error *err)
+{
+    return open_as(shard, path, false, err);
+}
+
+int shard_open_manifest(struct shard *shard, const char *path, struct error *err)
+{
+    return open_as(shard, path, true, err);
 }
 
 void shard_close(struct shard *shard)

@@ -27,6 +27,7 @@ struct shard {
     uint64_t *doc_ids;              // [D]; made from file name and index when the shard has none
     bool has_doc_ids;
     uint32_t *doc_crc32c; // [D] or NULL
+    bool manifest;        // documents only: no hidden states, no teacher columns
     bool has_teacher;     // teacher_top1, teacher_top1_logit, teacher_lse are there
     uint64_t file_size;
     int64_t file_time_ns;      // modification time
@@ -38,6 +39,8 @@ struct shard {
 // dataset and document. Must be called from one thread at a time
 // (libhdf5); the reads below from any.
 int shard_open(struct shard *shard, const char *path, struct error *err);
+// A manifest: attributes, documents, ids and masks as in a shard, and nothing else is read of it.
+int shard_open_manifest(struct shard *shard, const char *path, struct error *err);
 void shard_close(struct shard *shard);
 
 // Tokens [first, first + count) of the shard.
@@ -77,10 +80,12 @@ struct shard_content {
     const int64_t *doc_offsets; // [D + 1]
     const int32_t *input_ids;   // [N]
     const uint8_t *loss_mask;   // [N]
-    const bf16
-        *hidden_states;   // [N, P, H]; with codes only the last plane [N, H], or NULL when absent
-    const uint8_t *codes; // float8: [N, L, H] e4m3; NULL: bf16
-    const float *scales;  // float8: [N, L]
+    // [N, P, H]; with codes only the last plane [N, H], or NULL when absent
+    const bf16 *hidden_states;
+    const uint8_t *codes;    // float8: [N, L, H] e4m3; NULL: bf16
+    const float *scales;     // float8: [N, L]
+    bool manifest;           // write a manifest: none of the three above
+    bool float8;             // manifest: dtype of the features to come
     const uint64_t *doc_ids; // [D] or NULL
     bool write_crc;
     const int32_t *teacher_top1; // [N] or NULL, then all three

@@ -63,7 +63,7 @@ static void write_attributes(struct writer *writer, const struct shard_content *
 {
     static const char *const last_hidden[] = {"pre_norm", "post_norm", "absent"};
     int32_t version = 1;
-    write_text(writer, "format", "dtrain-features");
+    write_text(writer, "format", content->manifest ? "dtrain-manifest" : "dtrain-features");
     write_attribute(writer, "format_version", H5T_STD_I32LE, H5T_NATIVE_INT32, 0, &version);
     write_text(writer, "target_model", content->target_model);
     write_attribute(writer, "target_layer_ids", H5T_STD_I32LE, H5T_NATIVE_INT32, content->layers,
@@ -71,7 +71,8 @@ static void write_attributes(struct writer *writer, const struct shard_content *
     write_attribute(writer, "hidden_size", H5T_STD_I64LE, H5T_NATIVE_INT64, 0,
                     &content->hidden_size);
     write_attribute(writer, "vocab_size", H5T_STD_I64LE, H5T_NATIVE_INT64, 0, &content->vocab_size);
-    write_text(writer, "dtype", content->codes != NULL ? "float8_e4m3" : "bfloat16");
+    bool float8 = content->codes != NULL || (content->manifest && content->float8);
+    write_text(writer, "dtype", float8 ? "float8_e4m3" : "bfloat16");
     write_text(writer, "last_hidden", last_hidden[content->last_hidden]);
     write_text(writer, "created_by", "dtrain");
 }
@@ -149,7 +150,8 @@ static void write_datasets(struct writer *writer, const struct shard_content *co
         write_dataset(writer, "teacher_lse", H5T_IEEE_F32LE, H5T_NATIVE_FLOAT, 1, &tokens,
                       content->teacher_lse);
     }
-    write_features(writer, content);
+    if (!content->manifest)
+        write_features(writer, content);
 }
 
 static bool write_file(const char *path, const struct shard_content *content)

@@ -1,5 +1,5 @@
-// Owns reading the features of documents from plain shards. A spool would be a second source behind
-// the same operations.
+// Owns reading the features of documents from plain shards. A spool (spool.c) is the other source
+// behind the same operations.
 #include "data/source.h"
 
 #include <stdlib.h>
@@ -7,9 +7,10 @@
 #include "base/memory.h"
 #include "data/shard.h"
 
-static int read_from_shards(struct source *source, const struct document *document, int32_t *ids,
-                            uint8_t *mask, bf16 *hidden, struct error *err)
+static int read_from_shards(struct source *source, const struct document *document, int64_t serial,
+                            int32_t *ids, uint8_t *mask, bf16 *hidden, struct error *err)
 {
+    (void)serial;
     const struct shard *shard = &source->documents->shards[document->shard];
     int64_t first = document->first, length = document->length;
     if (shard_read_ids(shard, first, length, ids, err) != 0 ||
@@ -27,12 +28,16 @@ static void close_shards(struct source *source)
     free(source);
 }
 
-static const struct source_ops shard_source_ops = {"shards", read_from_shards, close_shards};
+static const struct source_ops shard_source_ops = {"shards", read_from_shards, NULL, close_shards};
 
 int source_open_shards(struct source **source, const struct documents *documents, bool check_crc,
                        struct error *err)
 {
-    (void)err; // the documents have opened the shards already; other sources have more to do
+    if (documents->shards[0].manifest)
+        return error_set(err,
+                         "%s: a manifest has no features; only training reads them, through "
+                         "data.spool. Give feature shards as data.train",
+                         documents->shards[0].path);
     *source = memory_alloc(1, sizeof(**source));
     **source = (struct source){&shard_source_ops, documents, check_crc};
     return 0;

@@ -76,6 +76,8 @@ struct backend {
 const struct backend *backend_cpu(void);
 // The CUDA backend, or NULL when it is not built in or no device is visible (then why says which).
 const struct backend *backend_cuda(struct error *why);
+// How many GPUs this process sees; 0 without CUDA.
+int backend_cuda_count(void);
 // Stands for a CUDA backend in plans, on machines without a GPU too: name, describe and
 // stream_workspace_bytes; there is nothing else in it.
 const struct backend *backend_planned(void);

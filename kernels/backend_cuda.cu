@@ -247,6 +247,12 @@ static int check_device(struct error *why)
     return 0;
 }
 
+int backend_cuda_count(void)
+{
+    int devices = 0;
+    return cudaGetDeviceCount(&devices) == cudaSuccess ? devices : 0;
+}
+
 const struct backend *backend_cuda(struct error *why)
 {
     static const struct backend backend = {

@@ -8,4 +8,9 @@ const struct backend *backend_cuda(struct error *why)
                    "-DWITH_CUDA=OFF");
     return NULL;
 }
+
+int backend_cuda_count(void)
+{
+    return 0;
+}
 #endif

@@ -11,6 +11,10 @@
 // maxima and sums: through shared memory in the CTA, then in that of the other CTAs of the cluster, added
 // in a fixed order. Sums for the results go to memory by warp and are added by loss_finish.
 //
+// The exchange is the work of a warp of its own, the messenger. Whoever publishes something to other CTAs
+// has to wait until all that it wrote before is in place: for the messenger, the messages; for a thread
+// that computes it would be its gradient as well, once a row.
+//
 // Loops over a slice are not unrolled: code that no instruction cache holds would take several times as
 // long as the work.
 #include "kernels/softmax_loss_cuda.cuh"
@@ -22,6 +26,8 @@ struct __align__(16) message
     int32_t argmax, unused;
 };
 
+enum { THREADS = LOSS_THREADS + WARP }; // the last warp is the messenger
+
 struct exchange {
     union {                                 // by warp
         struct message warp[2][LOSS_WARPS]; // student, teacher
@@ -29,8 +35,12 @@ struct exchange {
     };
     struct message mail[2][2][MOST_CTAS]; // turn by turn; student, teacher; from each CTA
     double sum_mail[MOST_CTAS][SUM_COUNT];
+    // The messenger's for the others.
+    struct loss_softmax student, teacher;
+    int32_t label;
     struct loss_gradient gradient;
-    struct loss_softmax teacher; // thread 0's, in the CTA of rank 0
+    double total[SUM_COUNT];
+    struct loss_softmax kept; // of the teacher; thread 0's, in the CTA of rank 0
 };
 
 // Where rows' records and sums go.
@@ -170,42 +180,28 @@ static __device__ __forceinline__ void two_rows(struct message part, struct loss
     teacher->argmax = teacher->max == -INFINITY ? 0 : teacher->argmax;
 }
 
-// Statistics of the whole row from those of the warp's elements: of the student's row and, with
-// `both`, of the teacher's. All threads of all CTAs of the cluster call it, the count-th time: of two
-// mailboxes in turn, since one may be read still when the next call writes.
+// Statistics of the whole row from those of the warp's elements: of the student's row and of the teacher's.
+// Here and in exchange_sums the messenger does its part meanwhile.
 static __device__ __forceinline__ void exchange_statistics(struct exchange *x,
-                                                           const struct place &at, int count,
-                                                           bool both, struct loss_softmax *student,
+                                                           const struct place &at,
+                                                           struct loss_softmax *student,
                                                            struct loss_softmax *teacher)
 {
-    static_assert(LOSS_WARPS == WARP / 2, "a half warp takes what the warps have");
-    int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP, turn = count % 2;
+    int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP;
     if (lane == 0) {
         x->warp[0][warp] = {student->max, student->sum, student->argmax, 0};
         x->warp[1][warp] = {teacher->max, teacher->sum, teacher->argmax, 0};
     }
     __syncthreads();
-    int row = lane / (WARP / 2), other = lane % (WARP / 2);
-    if (warp == 0) {
-        two_rows(x->warp[row][other], student, teacher);
-        struct message own = {student->max, student->sum, student->argmax, 0};
-        if (row == 1)
-            own = {teacher->max, teacher->sum, teacher->argmax, 0};
-        if (other < at.ctas && (row == 0 || both))
-            *in_cta(&x->mail[turn][row][at.rank], other, at.rank) = own;
-    }
-    cluster_sync(at.ctas);
-    struct message part = {-INFINITY, 0.0f, INT32_MAX, 0};
-    if (other < at.ctas && (row == 0 || both))
-        part = x->mail[turn][row][other];
-    two_rows(part, student, teacher);
+    cluster_pass(at.ctas);
+    __syncthreads();
+    *student = x->student;
+    *teacher = x->teacher;
 }
 
-// Sums of all elements of the row, complete in thread 0 of every CTA. Between two calls all threads of
-// the cluster meet in exchange_statistics, so that no sum is overwritten before it was read.
+// Sums of all elements of the row, and the gradient's coefficients.
 static __device__ __forceinline__ void exchange_sums(struct exchange *x, const struct place &at,
-                                                     const float sum[SUM_COUNT],
-                                                     double total[SUM_COUNT])
+                                                     const float sum[SUM_COUNT])
 {
     int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP;
 #pragma unroll
@@ -215,23 +211,78 @@ static __device__ __forceinline__ void exchange_sums(struct exchange *x, const s
             x->warp_sum[warp][i] = part;
     }
     __syncthreads();
-    if (warp == 0) {
-        int which = lane / 4, quarter = lane % 4;
-        double part = 0.0;
-        for (int i = 0; i < LOSS_WARPS / 4; i++)
-            part += (double)x->warp_sum[quarter * (LOSS_WARPS / 4) + i][which];
-        part += __shfl_xor_sync(0xffffffffu, part, 1);
-        part += __shfl_xor_sync(0xffffffffu, part, 2);
-        for (int to = quarter; to < at.ctas; to += 4)
-            *in_cta(&x->sum_mail[at.rank][which], to, at.rank) = part;
+    cluster_pass(at.ctas);
+    __syncthreads();
+}
+
+// The messenger's part, the count-th time: of two mailboxes in turn, since one may be read still when the
+// next call writes.
+static __device__ __forceinline__ void carry_statistics(struct exchange *x, const struct place &at,
+                                                        int count, int32_t label)
+{
+    static_assert(LOSS_WARPS == WARP / 2, "a half warp takes what the warps have");
+    int lane = (int)threadIdx.x % WARP, turn = count % 2;
+    int row = lane / (WARP / 2), other = lane % (WARP / 2);
+    struct loss_softmax student, teacher;
+    __syncthreads();
+    two_rows(x->warp[row][other], &student, &teacher);
+    struct message own = {student.max, student.sum, student.argmax, 0};
+    if (row == 1)
+        own = {teacher.max, teacher.sum, teacher.argmax, 0};
+    if (other < at.ctas)
+        *in_cta(&x->mail[turn][row][at.rank], other, at.rank) = own;
+    cluster_exchange(at.ctas);
+    struct message part = {-INFINITY, 0.0f, INT32_MAX, 0};
+    if (other < at.ctas)
+        part = x->mail[turn][row][other];
+    two_rows(part, &student, &teacher);
+    if (lane == 0) {
+        x->student = student;
+        x->teacher = teacher;
+        x->label = label;
     }
-    cluster_sync(at.ctas);
-    if (threadIdx.x != 0)
-        return;
-    for (int i = 0; i < SUM_COUNT; i++) {
-        total[i] = 0.0;
-        for (int from = 0; from < at.ctas; from++)
-            total[i] += x->sum_mail[from][i];
+    __syncthreads();
+}
+
+// Between two calls the cluster meets in carry_statistics, so that no sum is overwritten before it was read.
+static __device__ __forceinline__ void carry_sums(struct exchange *x, const struct softmax_loss &op,
+                                                  const struct place &at, int32_t label)
+{
+    int lane = (int)threadIdx.x % WARP, which = lane / 4, quarter = lane % 4;
+    double part = 0.0, total = 0.0;
+    __syncthreads();
+    for (int i = 0; i < LOSS_WARPS / 4; i++)
+        part += (double)x->warp_sum[quarter * (LOSS_WARPS / 4) + i][which];
+    part += __shfl_xor_sync(0xffffffffu, part, 1);
+    part += __shfl_xor_sync(0xffffffffu, part, 2);
+    for (int to = quarter; to < at.ctas; to += 4)
+        *in_cta(&x->sum_mail[at.rank][which], to, at.rank) = part;
+    cluster_exchange(at.ctas);
+    for (int from = quarter; from < at.ctas; from += 4)
+        total += x->sum_mail[from][which];
+    total += __shfl_xor_sync(0xffffffffu, total, 1);
+    total += __shfl_xor_sync(0xffffffffu, total, 2);
+    if (quarter == 0)
+        x->total[which] = total;
+    __syncwarp();
+    if (lane == 0)
+        x->gradient = loss_gradient_of(op, x->total, label);
+    __syncthreads();
+}
+
+// All that the messenger does for rows [begin, end).
+template <bool KL_ONLY>
+static __device__ __forceinline__ void
+messenger_run(struct exchange *x, const struct softmax_loss &op, const struct place &at,
+              int32_t begin, int32_t end)
+{
+#pragma unroll 1
+    for (int32_t r = begin; r < end; r++) {
+        int32_t label = op.label[r];
+        bug_unless(label < op.vocab);
+        carry_statistics(x, at, r - begin, label);
+        if (!KL_ONLY)
+            carry_sums(x, op, at, label);
     }
 }
 
@@ -273,18 +324,19 @@ static __device__ __forceinline__ void kl_chunk(const float z[LOSS_ITEMS],
                                                 const struct loss_pair &pair, float kl, float ce,
                                                 struct loss_part *part, float value[LOSS_ITEMS])
 {
-    float overlap = 0.0f, sum = 0.0f;
+    // Two chains of additions, since one would wait for each.
+    float overlap[2] = {0.0f, 0.0f}, sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int j = 0; j < LOSS_ITEMS; j++) {
         float y = fmaf(z[j], LOSS_L, -pair.q_reference);
         float q = loss_exp2(y) * pair.q_inverse;
-        overlap += fminf(q, p[j]);
+        overlap[j % 2] += fminf(q, p[j]);
         if (p[j] != 0.0f)
-            sum = fmaf(p[j], y, sum);
+            sum[j % 2] = fmaf(p[j], y, sum[j % 2]);
         value[j] = fmaf(kl, q - p[j], ce * q);
     }
-    part->overlap += overlap;
-    part->kl += sum;
+    part->overlap += overlap[0] + overlap[1];
+    part->kl += sum[0] + sum[1];
 }
 
 template <typename Logit, typename Out>
@@ -321,7 +373,6 @@ add_sums(uint32_t teacher, uint32_t slot, const struct place &at, const unsigned
 template <typename Logit> struct work {
     struct feed<Logit> feed;
     uint32_t slot; // the running row's first
-    int32_t count; // rows done
     // of the teacher's row
     float reference, sum; // sum: NaN where it has no distribution
     int32_t top_item;     // its argmax, see own_item
@@ -385,25 +436,18 @@ general_pass(struct work<Logit> *w, uint32_t teacher, const struct softmax_loss 
     }
 }
 
-// The gradient's coefficients in shared memory and, for the results, the sums, which the other CTAs
-// have as well.
+// The gradient's coefficients in shared memory and, for the results, the sums.
 template <typename Logit>
 static __device__ __forceinline__ void
-general_gradient(struct work<Logit> *w, uint32_t teacher, const struct softmax_loss &op,
-                 const struct place &at, struct exchange *x, const unsigned char *ring,
-                 const struct loss_pair &pair, const struct loss_needs &needs, int32_t label,
-                 struct loss_record *record)
+general_gradient(struct work<Logit> *w, uint32_t teacher, const struct place &at,
+                 struct exchange *x, const unsigned char *ring, const struct loss_pair &pair,
+                 const struct loss_needs &needs, struct loss_record *record)
 {
     float sum[SUM_COUNT] = {0.0f};
     add_sums<Logit>(teacher, w->slot, at, ring, pair, needs, sum);
-    double total[SUM_COUNT];
-    exchange_sums(x, at, sum, total);
-    if (threadIdx.x == 0) {
-        x->gradient = loss_gradient_of(op, total, label);
-        for (int i = 0; i < SUM_COUNT && at.rank == 0; i++)
-            record->sum[i] = total[i];
-    }
-    __syncthreads();
+    exchange_sums(x, at, sum);
+    if (threadIdx.x < SUM_COUNT && at.rank == 0)
+        record->sum[threadIdx.x] = x->total[threadIdx.x];
 }
 
 // Reads what is new of row r and exchanges statistics: constants of the pair of rows.
@@ -414,14 +458,15 @@ row_begin(struct work<Logit> *w, uint32_t teacher_slice, const struct softmax_lo
           struct loss_record *record)
 {
     bool fresh = w->feed.fresh >> r % 32 & 1u;
-    struct loss_softmax teacher = {0.0f, 1.0f, -1};
-    if (fresh) {
-        struct loss_running seen = take_teacher(teacher_slice, &w->slot, &w->feed, op, at, ring);
-        teacher = loss_warp(seen, index_of<Logit>(at, seen.group, seen.item));
-    }
+    struct loss_softmax teacher = {-INFINITY, 0.0f, INT32_MAX};
+    struct loss_running known = loss_running_make();
+    if (fresh)
+        known = take_teacher(teacher_slice, &w->slot, &w->feed, op, at, ring);
     struct loss_running seen = see_student<Logit>(w->slot, at, ring);
+    if (fresh)
+        teacher = loss_warp(known, index_of<Logit>(at, known.group, known.item));
     struct loss_softmax student = loss_warp(seen, index_of<Logit>(at, seen.group, seen.item));
-    exchange_statistics(x, at, w->count, fresh, &student, &teacher);
+    exchange_statistics(x, at, &student, &teacher);
     if (fresh) {
         w->reference = loss_reference(teacher.max);
         w->sum = teacher.max == -INFINITY ? NAN : teacher.sum;
@@ -431,9 +476,9 @@ row_begin(struct work<Logit> *w, uint32_t teacher_slice, const struct softmax_lo
     }
     if (at.rank == 0 && threadIdx.x == 0) {
         if (fresh)
-            x->teacher = teacher;
+            x->kept = teacher;
         record->student = student;
-        record->teacher = x->teacher;
+        record->teacher = x->kept;
     }
     struct loss_pair pair;
     pair.q_reference = loss_reference(student.max);
@@ -450,11 +495,10 @@ row_run(struct work<Logit> *w, uint32_t teacher_slice, const struct softmax_loss
         const struct place &at, struct exchange *x, const unsigned char *ring, int32_t r,
         const struct output &output)
 {
-    int32_t label = op.label[r];
-    bug_unless(label < op.vocab);
     struct loss_record *record = output.records + r;
     const struct loss_pair pair =
         row_begin<Logit, KL_ONLY>(w, teacher_slice, op, at, x, ring, r, record);
+    const int32_t label = x->label;
     note_logit<Logit>(w->top_item, w->slot, ring, &record->top_logit);
     note_logit<Logit>(own_item<Logit>(at, label), w->slot, ring, &record->label_logit);
     Out *out = NULL;
@@ -469,11 +513,10 @@ row_run(struct work<Logit> *w, uint32_t teacher_slice, const struct softmax_loss
             output.parts[(r * at.ctas + at.rank) * LOSS_WARPS + threadIdx.x / WARP] = part;
     } else {
         const struct loss_needs needs = loss_needs_of(op.weight);
-        general_gradient(w, teacher_slice, op, at, x, ring, pair, needs, label, record);
+        general_gradient(w, teacher_slice, at, x, ring, pair, needs, record);
         general_pass<Logit, Out>(w, teacher_slice, op, at, ring, pair, needs, x->gradient, label,
                                  out);
     }
-    w->count++;
 }
 
 static __device__ __forceinline__ struct place place_make(const struct softmax_loss &op)
@@ -489,10 +532,29 @@ static __device__ __forceinline__ struct place place_make(const struct softmax_l
     return at;
 }
 
+// All that the computing warps do for rows [begin, end).
+template <typename Logit, typename Out, bool KL_ONLY>
+static __device__ __forceinline__ void rows_run(struct exchange *x, const struct softmax_loss &op,
+                                                const struct output &output, const struct place &at,
+                                                const unsigned char *ring, uint32_t teacher,
+                                                int32_t begin, int32_t end)
+{
+    struct work<Logit> w;
+    w.feed = feed_begin<Logit>(op, at, ring, begin, end);
+    w.slot = ring_first(ring);
+    w.reference = 0.0f;
+    w.sum = 1.0f;
+    w.top_item = -1;
+    w.own_sum = 0.0f;
+#pragma unroll 1
+    for (int32_t r = begin; r < end; r++)
+        row_run<Logit, Out, KL_ONLY>(&w, teacher, op, at, x, ring, r, output);
+}
+
 #endif // sm_90
 
 template <typename Logit, typename Out, bool KL_ONLY>
-static __global__ void __launch_bounds__(LOSS_THREADS, 1)
+static __global__ void __launch_bounds__(THREADS, 1)
     cluster_kernel(const __grid_constant__ struct softmax_loss op,
                    const __grid_constant__ struct output output)
 {
@@ -506,21 +568,16 @@ static __global__ void __launch_bounds__(LOSS_THREADS, 1)
     int32_t begin = (int32_t)(op.rows * cluster / clusters),
             end = (int32_t)(op.rows * (cluster + 1) / clusters);
     uint32_t teacher = ring_first(ring + lay::SLOTS * lay::SLOT_BYTES);
-    if (op.teacher == NULL)
+    bool messenger = threadIdx.x >= LOSS_THREADS;
+    if (op.teacher == NULL && !messenger)
         clear_teacher(teacher);
-    struct work<Logit> w;
-    w.feed = feed_begin<Logit>(op, at, ring, begin, end);
-    w.slot = ring_first(ring);
-    w.count = 0;
-    w.reference = 0.0f;
-    w.sum = 1.0f;
-    w.top_item = -1;
-    w.own_sum = 0.0f;
     if (threadIdx.x == 0)
-        x.teacher = {0.0f, 1.0f, -1};
+        x.kept = {0.0f, 1.0f, -1};
     cluster_sync(at.ctas); // no CTA writes to one that has not begun
-    for (int32_t r = begin; r < end; r++)
-        row_run<Logit, Out, KL_ONLY>(&w, teacher, op, at, &x, ring, r, output);
+    if (messenger)
+        messenger_run<KL_ONLY>(&x, op, at, begin, end);
+    else
+        rows_run<Logit, Out, KL_ONLY>(&x, op, output, at, ring, teacher, begin, end);
     cluster_sync(at.ctas); // no CTA leaves while others may still write to it
 #endif
 }
@@ -577,7 +634,7 @@ bool loss_cluster(struct stream *stream, const struct softmax_loss *op)
     attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)ctas);
-    config.blockDim = dim3(LOSS_THREADS);
+    config.blockDim = dim3(THREADS);
     config.dynamicSmemBytes = SHARED_BYTES;
     config.stream = stream->cuda;
     config.attrs = &attribute;

@@ -139,18 +139,21 @@ static __device__ __forceinline__ int first_equal(const float x[LOSS_ITEMS], flo
 static __device__ __forceinline__ void loss_running_add(struct loss_running *r,
                                                         const float x[LOSS_ITEMS], int group)
 {
-    float largest = x[0], part = 0.0f;
+    // In pairs, since a chain of eight operations would wait for each.
+    float largest[LOSS_ITEMS / 2], part[LOSS_ITEMS / 2];
 #pragma unroll
-    for (int j = 1; j < LOSS_ITEMS; j++)
-        largest = fmaxf(largest, x[j]);
-    bool larger = largest > r->max;
+    for (int j = 0; j < LOSS_ITEMS / 2; j++)
+        largest[j] = fmaxf(x[2 * j], x[2 * j + 1]);
+    float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+    bool larger = most > r->max;
     r->group = larger ? group : r->group;
-    r->max = fmaxf(r->max, largest);
+    r->max = fmaxf(r->max, most);
     float reference = loss_reference(r->max);
 #pragma unroll
-    for (int j = 0; j < LOSS_ITEMS; j++)
-        part += loss_power(x[j], reference);
-    r->sum = fmaf(r->sum, loss_exp2(r->reference - reference), part);
+    for (int j = 0; j < LOSS_ITEMS / 2; j++)
+        part[j] = loss_power(x[2 * j], reference) + loss_power(x[2 * j + 1], reference);
+    float sum = (part[0] + part[1]) + (part[2] + part[3]);
+    r->sum = fmaf(r->sum, loss_exp2(r->reference - reference), sum);
     r->reference = reference;
 }
 

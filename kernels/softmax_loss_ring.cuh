@@ -53,14 +53,29 @@ static __device__ __forceinline__ Value *in_cta(Value *p, int rank, int own)
     return rank == own ? p : (Value *)address;
 }
 
-// All threads of the cluster. What was written before, also to other CTAs, is seen behind it. The CTA's
-// own barrier is the one that racecheck knows for certain.
-static __device__ __forceinline__ void cluster_sync(int ctas)
+// All threads of the cluster meet by an arrive and a wait of each. What a thread wrote before
+// cluster_exchange, also to other CTAs, is seen by all behind their wait. cluster_pass publishes nothing, and
+// so waits for nothing that the thread has under way.
+static __device__ __forceinline__ void cluster_exchange(int ctas)
 {
     if (ctas > 1)
         asm volatile("barrier.cluster.arrive.release;\n"
                      "barrier.cluster.wait.acquire;" ::
                          : "memory");
+}
+
+static __device__ __forceinline__ void cluster_pass(int ctas)
+{
+    if (ctas > 1)
+        asm volatile("barrier.cluster.arrive.relaxed;\n"
+                     "barrier.cluster.wait.acquire;" ::
+                         : "memory");
+}
+
+// The CTA's own barrier is the one that racecheck knows for certain.
+static __device__ __forceinline__ void cluster_sync(int ctas)
+{
+    cluster_exchange(ctas);
     __syncthreads();
 }
 
@@ -123,12 +138,13 @@ static __device__ __forceinline__ const bf16_t *nothing(const bf16_t *)
 
 // The stream of chunks into the ring: what comes next. It goes where the oldest chunk was.
 template <typename Logit> struct feed {
-    const Logit *source;           // this thread's next element
-    int32_t left;                  // elements of the slice in chunks that were not copied yet
-    int32_t row, end;              // of the cluster
-    int32_t teacher, next_teacher; // rows of the teacher: of `row`, of the one after it
-    bool is_teacher;               // of the source
-    uint32_t fresh;                // bit r % 32: row r has another teacher than the row before
+    const Logit *source;     // this thread's next element
+    int32_t left;            // chunks of the slice that were not copied yet
+    int32_t row, begin, end; // of the cluster
+    int32_t teacher;         // row of the teacher, of `row`
+    int32_t teachers;        // lane by lane, of rows row / 32 * 32 and on
+    bool is_teacher;         // of the source
+    uint32_t fresh;          // bit r % 32: row r has another teacher than the row before
 };
 
 // Shared address of this thread's first unit in the ring's first slot.
@@ -145,6 +161,18 @@ static __device__ __forceinline__ uint32_t ring_next(uint32_t slot, const unsign
     return end ? slot - layout<Logit>::SLOTS * layout<Logit>::SLOT_BYTES : slot;
 }
 
+// The teacher of the next row. Read for 32 rows at a time, since the copies would wait for each one.
+template <typename Logit>
+static __device__ __forceinline__ void feed_teacher(struct feed<Logit> *f,
+                                                    const int32_t *teacher_row)
+{
+    if (f->row == f->begin || f->row % WARP == 0) {
+        int32_t r = f->row / WARP * WARP + (int32_t)threadIdx.x % WARP;
+        f->teachers = r < f->end ? teacher_row[r] : 0;
+    }
+    f->teacher = __shfl_sync(0xffffffffu, f->teachers, f->row % WARP);
+}
+
 // Moves on to the next row: the teacher's of a student row with another teacher, then the student's.
 template <typename Logit>
 static __device__ __forceinline__ void
@@ -155,12 +183,11 @@ feed_row(struct feed<Logit> *f, const struct softmax_loss &op, const struct plac
     } else {
         int32_t before = f->teacher;
         f->row++;
-        f->teacher = f->next_teacher;
+        if (op.teacher != NULL && f->row < f->end)
+            feed_teacher(f, op.teacher_row);
         f->is_teacher = op.teacher != NULL && f->teacher != before;
         uint32_t bit = 1u << f->row % 32;
         f->fresh = f->is_teacher ? f->fresh | bit : f->fresh & ~bit;
-        if (op.teacher != NULL && f->row + 1 < f->end)
-            f->next_teacher = op.teacher_row[f->row + 1];
     }
     const Logit *rows = (const Logit *)(f->is_teacher ? op.teacher : op.student);
     f->source = rows + (int64_t)(f->is_teacher ? f->teacher : f->row) * op.vocab + at.begin +
@@ -199,9 +226,10 @@ feed_begin(const struct softmax_loss &op, const struct place &at, const unsigned
            int32_t begin, int32_t end) {
     struct feed<Logit> f;
     f.row = begin - 1;
+    f.begin = begin;
     f.end = end;
+    f.teachers = 0;
     f.teacher = -1;
-    f.next_teacher = op.teacher != NULL ? op.teacher_row[begin] : -1;
     f.is_teacher = false;
     f.fresh = 0;
     feed_row(&f, op, at);

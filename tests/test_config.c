@@ -496,10 +496,10 @@ static void warnings_name_idle_keys(void **state)
         &folder, "a.yaml",
         GOOD
         "data: {noise_kind: uniform, train: [a.h5], val: [a.h5]}\nschedule: {decay_ratio: 0.2}\n");
-    const char *const sets[] = {"ttt_steps=3", "predict_from_anchor=true", "gpus=2"};
+    const char *const sets[] = {"ttt_steps=3", "predict_from_anchor=true", "gpus=2", "device=cpu"};
     struct config c;
     struct error text = {{0}};
-    load(&c, file, sets, 3);
+    load(&c, file, sets, 4);
     assert_int_equal(config_warnings(&c, &text), 6);
     char *want = memory_format(
         "--set drafter.ttt_steps: has no effect with drafter.kind dflash\n"
@@ -507,7 +507,7 @@ static void warnings_name_idle_keys(void **state)
         "%s:6: schedule.decay_ratio: has no effect without schedule.kind wsd\n"
         "--set drafter.predict_from_anchor: no server runs dflash drafters of this layout; every "
         "export of it is refused\n"
-        "--set parallel.gpus: this version trains on one device\n"
+        "--set parallel.gpus: has no effect with run.device cpu; mpirun starts ranks on CPUs\n"
         "%s:5: data.val: %s/a.h5 is also in data.train: validation is not held out",
         file, file, file, folder.path);
     assert_string_equal(text.text, want);

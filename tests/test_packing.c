@@ -125,6 +125,35 @@ static void test_order_follows_ids(void **state)
     test_documents_close(&reversed);
 }
 
+// Rows that are dealt out know where they were among all of them.
+static void test_kept_rows_have_their_places(void **state)
+{
+    (void)state;
+    struct documents documents;
+    random_documents(&documents, 400, 900, 8);
+    struct packing all, kept;
+    packing_make(&all, &documents, 900, 3, 1, true);
+    int32_t *owner = memory_alloc((size_t)all.rows, sizeof(*owner));
+    int64_t rows = 0;
+    for (int64_t r = 0; r < all.rows; r++)
+        owner[r] = (int32_t)(rng_mix(5, (uint64_t)r) % 3);
+    for (int32_t rank = 0; rank < 3; rank++) {
+        packing_make(&kept, &documents, 900, 3, 1, true);
+        packing_keep(&kept, owner, rank);
+        for (int64_t r = 0; r < kept.rows; r++) {
+            int64_t begin = kept.row_offsets[r], count = kept.row_offsets[r + 1] - begin;
+            assert_memory_equal(kept.document + begin, all.document + kept.row_places[r],
+                                (size_t)count * sizeof(*kept.document));
+        }
+        rows += kept.rows;
+        packing_release(&kept);
+    }
+    assert_int_equal(rows, all.rows);
+    free(owner);
+    packing_release(&all);
+    test_documents_close(&documents);
+}
+
 // Best fit by hand, row length 10: 6 | 7 | 3 joins the 7 | 4 joins the 6 | 5 | 5 joins it.
 static void test_best_fit(void **state)
 {
@@ -210,6 +239,7 @@ int main(void)
         cmocka_unit_test(test_no_documents),
         cmocka_unit_test(test_depends_on_seed_and_epoch_only),
         cmocka_unit_test(test_order_follows_ids),
+        cmocka_unit_test(test_kept_rows_have_their_places),
         cmocka_unit_test(test_best_fit),
         cmocka_unit_test(test_order_is_uniform),
         cmocka_unit_test(test_rows_are_full),

@@ -54,9 +54,10 @@ static bf16 made_hidden(const struct document *document, int64_t i)
     return (bf16)(rng_mix(document->id, 1000 + (uint64_t)i) & 0x3fffu);
 }
 
-static int read_made(struct source *source, const struct document *document, int32_t *ids,
-                     uint8_t *mask, bf16 *hidden, struct error *err)
+static int read_made(struct source *source, const struct document *document, int64_t serial,
+                     int32_t *ids, uint8_t *mask, bf16 *hidden, struct error *err)
 {
+    (void)serial;
     struct made_source *made = (struct made_source *)source;
     uint64_t read = atomic_fetch_add(&made->reads, 1);
     if (made->sleep_us > 0)
@@ -80,7 +81,7 @@ static int read_made(struct source *source, const struct document *document, int
     return 0;
 }
 
-static const struct source_ops made_ops = {"made", read_made, NULL};
+static const struct source_ops made_ops = {"made", read_made, NULL, NULL};
 
 static void made_open(struct made_source *made, size_t count, int32_t longest)
 {
@@ -571,7 +572,7 @@ static int read_one(const struct shard_case *c, int64_t index, struct error *err
             document = &c->documents.items[i];
     }
     assert_non_null(document);
-    int result = c->source->ops->read(c->source, document, ids, mask, hidden, err);
+    int result = c->source->ops->read(c->source, document, 0, ids, mask, hidden, err);
     free(ids);
     free(mask);
     free(hidden);

@@ -51,8 +51,8 @@ static const struct command_line {
 } bad_command_lines[] = {
     {"--help", {NULL}},
     {"unknown command trian; did you mean train?", {"trian"}},
-    {"say check or stats", {"data"}},
-    {"say check or stats, not chek", {"data", "chek", "x.h5"}},
+    {"say check, stats, order or manifest", {"data"}},
+    {"say check, stats, order or manifest, not chek", {"data", "chek", "x.h5"}},
     {"--config is required", {"train"}},
     {"--config is required", {"--resume", "auto"}},
     {"unrecognized option", {"--confg", "x.yaml"}},

@@ -28,9 +28,11 @@ struct options {
     bool markdown;
     const char *target_config, *device_memory, *gpus, *tflops, *vary; // plan
     bool json, fit;                                                   // plan
+    long long from_step;                                              // data order; 0: not given
     char **files;                                                     // what follows the options
     int file_count;
     const char *command; // the whole command line as typed
+    char **arguments;    // the same as it came, NULL at the end
 };
 
 int command_train(const struct options *options);
@@ -40,6 +42,8 @@ int command_plan(const struct options *options);
 int command_export(const struct options *options);
 int command_data_check(const struct options *options);
 int command_data_stats(const struct options *options);
+int command_data_order(const struct options *options);
+int command_data_manifest(const struct options *options);
 int command_config(const struct options *options);
 
 #endif

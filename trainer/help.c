@@ -59,6 +59,13 @@ static const struct help helps[] = {
      "  --no-verdicts      do not write verdict files\n"},
     {"data stats", "dtrain data stats FILE...",
      "Documents, tokens, supervised share, lengths and bytes of feature shards.\n"},
+    {"data order", "dtrain data order --config FILE [--set ...] [--from-step N]",
+     "The order in which training reads its documents: lines of serial number, epoch, step, "
+     "doc_id\n"
+     "and tokens, after lines that begin with # and say what an extractor needs to know.\n"
+     "  --from-step N      begins with the first document of step N\n"},
+    {"data manifest", "dtrain data manifest --out FILE SHARD...",
+     "Writes the manifest of the documents of feature shards: everything but their features.\n"},
     {"config", "dtrain config [--markdown]",
      "Every config key: type, default, range, meaning, and whether it may change on resume.\n"},
 };

@@ -10,6 +10,7 @@
 #include "base/memory.h"
 #include "trainer/commands.h"
 #include "trainer/help.h"
+#include "trainer/launch.h"
 #include "version.h"
 
 enum option_id {
@@ -34,6 +35,7 @@ enum option_id {
     OPTION_JSON,
     OPTION_FIT,
     OPTION_VARY,
+    OPTION_FROM_STEP,
     OPTION_HELP,
     OPTION_VERSION,
 };
@@ -60,6 +62,7 @@ static const struct option long_options[] = {
     {"json", no_argument, NULL, OPTION_JSON},
     {"fit", no_argument, NULL, OPTION_FIT},
     {"vary", required_argument, NULL, OPTION_VARY},
+    {"from-step", required_argument, NULL, OPTION_FROM_STEP},
     {"help", no_argument, NULL, OPTION_HELP},
     {"version", no_argument, NULL, OPTION_VERSION},
     {NULL, 0, NULL, 0},
@@ -74,8 +77,15 @@ struct command {
     bool files; // takes file names
 };
 
+// On several GPUs as several processes.
+static int train(const struct options *options)
+{
+    int status = launch_train(options);
+    return status >= 0 ? status : command_train(options);
+}
+
 static const struct command commands[] = {
-    {"train", command_train, "config set resume replan", "config", false},
+    {"train", train, "config set resume replan", "config", false},
     {"eval", command_eval, "config set checkpoint blocks rows served", "config checkpoint", false},
     {"trace", command_trace, "config set checkpoint out", "config out", false},
     {"plan", command_plan, "config set json device-memory gpus fit vary target-config tflops",
@@ -84,6 +94,8 @@ static const struct command commands[] = {
      "checkpoint format out", false},
     {"data check", command_data_check, "target no-verdicts", "", true},
     {"data stats", command_data_stats, "", "", true},
+    {"data order", command_data_order, "config set from-step", "config", false},
+    {"data manifest", command_data_manifest, "out", "out", true},
     {"config", command_config, "markdown", "", false},
 };
 enum { COMMAND_COUNT = sizeof(commands) / sizeof(commands[0]) };
@@ -125,10 +137,14 @@ static int unknown_command(int argc, char **argv)
         help_print(stdout, "data check", false);
         printf("\n");
         help_print(stdout, "data stats", false);
+        printf("\n");
+        help_print(stdout, "data order", false);
+        printf("\n");
+        help_print(stdout, "data manifest", false);
         return EXIT_DONE;
     }
     if (strcmp(argv[1], "data") == 0) {
-        fprintf(stderr, "dtrain data: say check or stats");
+        fprintf(stderr, "dtrain data: say check, stats, order or manifest");
         if (argc > 2 && argv[2][0] != '-')
             fprintf(stderr, ", not %s", argv[2]);
         fprintf(stderr, "; see dtrain --help\n");
@@ -145,13 +161,11 @@ static int unknown_command(int argc, char **argv)
     return EXIT_REFUSED;
 }
 
-static int take_rows(const char *text, long long *rows)
+static int take_count(const char *text, long long least, const char *fault, long long *count)
 {
     char *end;
-    *rows = strtoll(text, &end, 10);
-    return *end != '\0' || end == text || *rows < 0
-               ? usage_error("--rows: not a number of rows: ", text)
-               : 0;
+    *count = strtoll(text, &end, 10);
+    return *end != '\0' || end == text || *count < least ? usage_error(fault, text) : 0;
 }
 
 // Those that only `plan` has.
@@ -222,7 +236,10 @@ static int take_option(const struct command *command, int id, struct options *op
         options->target = optarg;
         break;
     case OPTION_ROWS:
-        return take_rows(optarg, &options->rows);
+        return take_count(optarg, 0, "--rows: not a number of rows: ", &options->rows);
+    case OPTION_FROM_STEP:
+        return take_count(optarg, 1,
+                          "--from-step: not a step, which count from 1: ", &options->from_step);
     case OPTION_SERVED:
         options->served = true;
         break;
@@ -331,6 +348,7 @@ int main(int argc, char **argv)
     char *line = join_command(argc, argv);
     options.sets = memory_alloc((size_t)argc, sizeof(*options.sets));
     options.command = line;
+    options.arguments = argv;
     int status = run(command, skip, argc, argv, &options);
     if ((fflush(stdout) != 0 || ferror(stdout)) && status == EXIT_DONE) {
         log_error("standard output can not be written");

@@ -71,6 +71,15 @@ static void close_headers(struct headers *headers)
     free(headers->shards);
 }
 
+static int open_manifest_header(struct headers *headers, const char *path, struct error *err)
+{
+    headers->shards = memory_alloc(1, sizeof(*headers->shards));
+    if (shard_open_manifest(&headers->shards[0], path, err) != 0)
+        return error_prefix(err, "data.manifest");
+    headers->count = 1;
+    return 0;
+}
+
 static int open_headers(struct headers *headers, const struct config_texts *paths,
                         struct error *err)
 {
@@ -121,6 +130,8 @@ static void sum_documents(struct plan_documents *d, const struct headers *header
     for (size_t i = 0; i < headers->count; i++) {
         const struct shard *shard = &headers->shards[i];
         d->file_bytes += (double)shard->file_size;
+        if (shard->manifest) // what goes through the spool in an epoch
+            d->file_bytes += (double)(shard->tokens * feature_layout_file_bytes(&shard->features));
         d->documents += shard->documents;
         for (int64_t n = 0; n < shard->documents; n++) {
             int64_t length = shard->doc_offsets[n + 1] - shard->doc_offsets[n];
@@ -168,8 +179,11 @@ static int use_shards(struct plan_input *input, const struct config *config,
     s->float8 = first->features.float8;
     sum_documents(&input->documents, headers, config);
     s->documents = input->documents.documents;
-    snprintf(input->data_from, sizeof(input->data_from), "%zu shard%s of data.train",
-             headers->count, headers->count == 1 ? "" : "s");
+    if (first->manifest)
+        snprintf(input->data_from, sizeof(input->data_from), "data.manifest");
+    else
+        snprintf(input->data_from, sizeof(input->data_from), "%zu shard%s of data.train",
+                 headers->count, headers->count == 1 ? "" : "s");
     return 0;
 }
 
@@ -232,8 +246,21 @@ static void drop_missing(struct config *config, struct error *why)
     train->count = kept;
 }
 
+static int open_manifest(struct plan_input *input, const struct config *config, struct error *err)
+{
+    struct headers headers = {.count = 0};
+    input->subject.validates = config->data.val.count > 0;
+    int status = open_manifest_header(&headers, config->data.manifest, err);
+    if (status == 0)
+        status = use_shards(input, config, &headers, err);
+    close_headers(&headers);
+    return status;
+}
+
 static int open_data(struct plan_input *input, struct config *config, struct error *err)
 {
+    if (config->data.manifest != NULL && files_exists(config->data.manifest))
+        return open_manifest(input, config, err);
     struct headers headers = {.count = 0};
     struct error missing = {""};
     struct config_texts val = config->data.val;

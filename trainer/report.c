@@ -124,6 +124,10 @@ static void add_times(struct line *line, const struct step_report *report)
     add_value(line, "read_gb_per_second", 1e-9 * ratio(report->read_bytes, report->read_seconds));
     add_whole(line, "memory_bytes", report->memory_bytes);
     add_whole(line, "planned_bytes", report->planned_bytes);
+    if (report->spool) {
+        add_value(line, "spool_wait_seconds", report->spool_wait_seconds);
+        add_whole(line, "spool_bytes", report->spool_bytes);
+    }
 }
 
 // One write, taken back when it is not whole: lines that follow must not continue half a line.

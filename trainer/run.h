@@ -7,6 +7,7 @@
 #include "trainer/checkpoint.h"
 #include "trainer/commands.h"
 #include "trainer/run_folder.h"
+#include "trainer/run_spool.h"
 #include "trainer/session.h"
 #include "trainer/validation.h"
 
@@ -28,7 +29,8 @@ struct run {
     struct step step;
     struct checkpoint_writer *writer;
     struct checkpoint_info info;
-    struct source *source;
+    struct source *source;   // of plain shards, or NULL
+    struct run_spool *spool; // or NULL
     struct prefetch *prefetch;
     struct row_shares shares; // of shares_epoch; none with one rank
     int64_t shares_epoch;     // -1: none yet

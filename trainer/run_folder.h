@@ -46,6 +46,8 @@ struct step_report {
     double read_bytes;
     double memory_bytes;  // peak resident (CPU) or device memory in use
     double planned_bytes; // of device memory
+    bool spool;           // features come through one:
+    double spool_wait_seconds, spool_bytes;
 };
 struct validation_report {
     int64_t step, epoch;

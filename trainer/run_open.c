@@ -38,6 +38,20 @@ int64_t run_own_rows(struct run *run, int64_t rows)
     return own_rows(run, run->counters.row, run->counters.row + rows);
 }
 
+// Where the features of the training documents come from.
+static int open_source(struct run *run, struct error *err)
+{
+    const struct data_config *data = &run->config.data;
+    if (data->spool == NULL)
+        return source_open_shards(&run->source, &run->session.train, data->check_crc, err);
+    const struct run_spool_options options = {.session = &run->session,
+                                              .steps = &run->steps,
+                                              .counters = &run->counters,
+                                              .stop = run_stop,
+                                              .stop_context = run};
+    return run_spool_open(&run->spool, &options, err);
+}
+
 static int open_prefetch(struct run *run, struct error *err)
 {
     const struct config *config = &run->config;
@@ -49,14 +63,18 @@ static int open_prefetch(struct run *run, struct error *err)
                                        .host_free = run->session.backend->host_free,
                                        .stop = run_stop,
                                        .stop_context = run};
-    if (source_open_shards(&run->source, &run->session.train, config->data.check_crc, err) != 0)
-        return -1;
+    struct source *source = run->source;
+    if (run->spool != NULL) {
+        source = run_spool_source(run->spool);
+        options.stop = run_spool_stop;
+        options.stop_context = run->spool;
+        options.stall_seconds = 1e9; // data.spool_wait is the limit
+    }
     uint64_t epoch = (uint64_t)run->counters.epoch;
     if (epoch >= run->steps.epochs)
         return 0; // everything has been read
-    return prefetch_open(&run->prefetch, run->source, &options, session_pack_own, &run->session,
-                         epoch, own_rows(run, 0, run->counters.row), run->steps.epochs - epoch,
-                         err);
+    return prefetch_open(&run->prefetch, source, &options, session_pack_own, &run->session, epoch,
+                         own_rows(run, 0, run->counters.row), run->steps.epochs - epoch, err);
 }
 
 // Weights and moments, from a checkpoint or new. *status as in open_run.
@@ -227,6 +245,8 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
         return -1;
     session_count_steps(session, &run->steps);
     compare_schedule(run, resume);
+    if (open_source(run, err) != 0)
+        return -1;
     *status = EXIT_FAILED;
     log_configure((enum log_level)config->log.level, session_rank(session));
     // Readers fill the first rows while products are timed.
@@ -287,8 +307,8 @@ void run_close(struct run *run)
     validation_close(run->validation);
     if (run->prefetch != NULL)
         prefetch_close(run->prefetch);
-    if (run->source != NULL)
-        source_close(run->source);
+    source_close(run->source);
+    run_spool_close(run->spool);
     if (run->writer != NULL)
         checkpoint_writer_close(run->writer);
     run_folder_close(&run->folder);

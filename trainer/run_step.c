@@ -4,6 +4,7 @@
 
 #include "base/log.h"
 #include "base/timer.h"
+#include "data/spool.h"
 #include "trainer/run.h"
 #include "trainer/schedule.h"
 
@@ -54,7 +55,8 @@ static int run_rows(struct run *run, int64_t rows, struct error *err)
     step_begin(&run->step);
     run->wait_seconds = run->read_seconds = run->read_bytes = 0.0;
     run->step_doc_count = 0;
-    if (run_stop(run))
+    if (run_stop(run) ||
+        (run->spool != NULL && run_spool_await_step(run->spool, &run->wait_seconds)))
         return 1;
     for (int64_t r = 0; r < rows; r++) {
         struct row *row = NULL;
@@ -128,7 +130,12 @@ static int report_step(struct run *run, const struct step_outcome *outcome, int6
                                  .save_seconds = run->save_seconds,
                                  .read_bytes = step_word_sum(&run->step, WORD_READ_BYTES),
                                  .memory_bytes = run_peak_memory(run),
-                                 .planned_bytes = (double)run->planned_bytes};
+                                 .planned_bytes = (double)run->planned_bytes,
+                                 .spool = run->spool != NULL};
+    if (run->spool != NULL) {
+        report.spool_wait_seconds = run_spool_waited(run->spool) ? run->wait_seconds : 0.0;
+        report.spool_bytes = (double)spool_bytes(run_spool_source(run->spool));
+    }
     run->save_seconds = 0.0;
     return run_folder_step(&run->folder, &report, run->config.log.every, err);
 }
@@ -169,6 +176,8 @@ int run_step(struct run *run, struct error *err)
         log_warn("step %lld: %s in its %lld rows; the weights stay as they are",
                  (long long)c->step + 1, run_nothing_of(&run->step.metrics), (long long)rows);
     count_step(run, rows, &outcome);
+    if (run->spool != NULL)
+        run_spool_used(run->spool);
     run_warn_nothing_learnt(run);
     if (report_step(run, &outcome, epoch, lr, timer_now() - start, err) != 0)
         return -1;

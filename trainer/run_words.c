@@ -135,7 +135,7 @@ const char *run_nothing_of(const struct metrics *metrics)
 void run_warn_nothing_learnt(const struct run *run)
 {
     const struct counters *c = &run->counters;
-    const struct config_texts *shards = &run->config.data.train;
+    const struct documents *d = &run->session.train;
     bool first_epoch_ends = c->epoch == 1 && c->row == 0;
     bool run_ends = c->epoch == 0 && c->step == run->steps.total;
     if (c->skipped_empty < c->step || !(first_epoch_ends || run_ends) ||
@@ -145,8 +145,8 @@ void run_warn_nothing_learnt(const struct run *run)
         "nothing was learnt in %lld steps: not one had a block to train on, in %s%s%s. A valid "
         "anchor is a supervised token (loss_mask) that another one follows in the same "
         "document%s; look with: dtrain data stats FILE...",
-        (long long)c->step, shards->items[0], shards->count > 1 ? " to " : "",
-        shards->count > 1 ? shards->items[shards->count - 1] : "",
+        (long long)c->step, d->shards[0].path, d->shard_count > 1 ? " to " : "",
+        d->shard_count > 1 ? d->shards[d->shard_count - 1].path : "",
         run->config.anchors.tail == TAIL_WHOLE ? ", and with anchors.tail whole a whole block"
                                                : "");
 }

@@ -6,6 +6,7 @@
 
 #include "base/log.h"
 #include "base/rng.h"
+#include "trainer/run_spool.h"
 
 static void drop_texts(struct config_texts *texts)
 {
@@ -24,8 +25,11 @@ int session_config(struct config *config, const char *file, const char *const *s
     log_configure((enum log_level)config->log.level, 0);
     if (config_warnings(config, &warnings) > 0)
         log_warn("%s", warnings.text);
-    if ((needs & SESSION_TRAIN) == 0)
+    if ((needs & SESSION_TRAIN) == 0) {
         drop_texts(&config->data.train);
+        free(config->data.manifest);
+        config->data.manifest = NULL;
+    }
     if ((needs & SESSION_VAL) == 0)
         drop_texts(&config->data.val);
     if (config_check_files(config, err) != 0)
@@ -51,17 +55,30 @@ int session_check_built(const struct config *config, struct error *err)
     return 0;
 }
 
+int session_open_train(struct session *session, struct error *err)
+{
+    const struct config *config = session->config;
+    const struct data_config *data = &config->data;
+    if (data->manifest != NULL) {
+        if (documents_open_manifest(&session->train, data->manifest, data->seq_len,
+                                    data->on_bad_sample, err) != 0)
+            return error_prefix(err, "data.manifest");
+        session->has_train = true;
+        return run_spool_check(config, &session->train, err);
+    }
+    if (data->train.count == 0)
+        return error_set(err, "data.train: required; feature shards to train on");
+    if (documents_open(&session->train, &data->train, data->seq_len, data->on_bad_sample, err) != 0)
+        return error_prefix(err, "data.train");
+    session->has_train = true;
+    return 0;
+}
+
 static int open_documents(struct session *session, int needs, struct error *err)
 {
     const struct config *config = session->config;
-    if (needs & SESSION_TRAIN) {
-        if (config->data.train.count == 0)
-            return error_set(err, "data.train: required; feature shards to train on");
-        if (documents_open(&session->train, &config->data.train, config->data.seq_len,
-                           config->data.on_bad_sample, err) != 0)
-            return error_prefix(err, "data.train");
-        session->has_train = true;
-    }
+    if ((needs & SESSION_TRAIN) && session_open_train(session, err) != 0)
+        return -1;
     if ((needs & SESSION_VAL) && config->data.val.count > 0) {
         if (documents_open(&session->val, &config->data.val, config->data.seq_len,
                            config->data.on_bad_sample, err) != 0)

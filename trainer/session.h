@@ -41,6 +41,8 @@ int session_check_built(const struct config *config, struct error *err);
 // Opens everything and checks it against each other; nothing has been written when it fails, and every
 // fault is one of config or data (exit status 2).
 int session_open(struct session *session, struct config *config, int needs, struct error *err);
+// The training documents alone, for commands that need nothing else.
+int session_open_train(struct session *session, struct error *err);
 void session_close(struct session *session);
 // Connects the session's backend with the other ranks and divides the parameters among them.
 int session_join(struct session *session, struct ranks *ranks, struct error *err);

@@ -98,10 +98,16 @@ static int loop(struct run *run, struct error *err)
                  (long long)run->counters.validations_without_better);
     if (run->counters.step > 0 || status == 1)
         run_save(run, false);
-    if (status == 0)
+    if (status == 0) {
+        if (run->spool != NULL)
+            run_spool_finish(run->spool);
         return EXIT_DONE;
-    log_info("signal %d: stopping at step %lld", ranks_signal(run->ranks),
-             (long long)run->counters.step);
+    }
+    if (ranks_signal(run->ranks) != 0)
+        log_info("signal %d: stopping at step %lld", ranks_signal(run->ranks),
+                 (long long)run->counters.step);
+    else
+        log_info("stopping at step %lld", (long long)run->counters.step);
     return EXIT_STOPPED;
 }
 

@@ -1,6 +1,6 @@
 """Documents of dumps that other engines wrote: what is common to all formats. numpy only.
 
-Does not read files; speculators_dump.py and specforge_dump.py do.
+Does not read files; the *_dump.py do. What takes torch tensors needs torch.
 """
 
 import dataclasses
@@ -11,13 +11,15 @@ import numpy as np
 from dtrain_tools.documents import InputError
 from dtrain_tools.shards import document_id
 
-PIECE_VALUES = 1 << 24   # that are looked at or converted at once
+PIECE_VALUES = 1 << 24     # that are looked at or converted at once
+DOCUMENT_TOKENS = 1 << 20  # more than any document has
 
 
 @dataclasses.dataclass
 class DumpedDocument:
     where: str            # DATASET row N, or FILE:LINE
-    path: str             # its states
+    path: str             # its states, as errors name them
+    number: object        # in the dump
     key: str              # of the split: equal documents are held out together
     identity: int
     tokens: int
@@ -35,7 +37,7 @@ def refuse(path, what, cause=None):
 def make_document(where, path, number, ids, mask):
     """number: of the document in the dump."""
     key = hashlib.sha256(ids.tobytes()).hexdigest()[:24]
-    return DumpedDocument(where, path, key, document_id(f"row {number}", 0, ids, mask), len(ids),
+    return DumpedDocument(where, path, number, key, document_id(f"row {number}", 0, ids, mask), len(ids),
                           np.packbits(mask).tobytes())
 
 
@@ -72,3 +74,45 @@ def mask_of(where, ids, mask):
     if not np.isin(mask, (0, 1)).all():
         refuse(where, f"loss_mask holds {mask[~np.isin(mask, (0, 1))][0]}; only 0 and 1 are allowed")
     return mask.astype(np.uint8)
+
+
+def tensor_of(path, data, name, dimensions):
+    """A tensor of a torch file's dict, without a leading 1."""
+    import torch
+    tensor = data.get(name)
+    if not isinstance(tensor, torch.Tensor):
+        refuse(path, f"has no tensor {name}")
+    if tensor.dim() == dimensions + 1 and tensor.shape[0] == 1:
+        tensor = tensor[0]
+    if tensor.dim() != dimensions:
+        refuse(path, f"{name}: shape {list(data[name].shape)}; expected {dimensions} dimensions, perhaps with a "
+                     "leading 1")
+    return tensor
+
+
+def integers_of(path, data, name):
+    """-> int64 [S]."""
+    tensor = tensor_of(path, data, name, 1)
+    if tensor.is_floating_point():
+        refuse(path, f"{name}: {tensor.dtype}; expected integers")
+    return tensor.numpy().astype(np.int64)
+
+
+def planes_of(path, data, planes, tokens, hidden_size):
+    """planes: {name: number of planes}. -> tensors [S, planes * H], checked."""
+    tensors = [tensor_of(path, data, name, 2) for name in planes]
+    for (name, count), tensor in zip(planes.items(), tensors):
+        if list(tensor.shape) != [tokens, count * hidden_size]:
+            refuse(path, f"{name}: shape {list(tensor.shape)}; expected [{tokens}, {count * hidden_size}] (tokens of "
+                         f"input_ids; {count} planes of the target's hidden size {hidden_size})")
+        if not tensor.is_floating_point() or tensor.element_size() not in (2, 4):
+            refuse(path, f"{name}: {tensor.dtype}; expected bf16, fp16 or fp32")
+    return tensors
+
+
+def bits_of(tensors, hidden_size, limit):
+    """Tensors of planes_of -> uint16 bf16 bits [S, P, H], of the first `limit` tokens."""
+    import torch
+    planes = [tensor[:limit].to(torch.bfloat16).contiguous().view(torch.int16).numpy().view(np.uint16)
+              for tensor in tensors]
+    return np.concatenate([plane.reshape(len(plane), -1, hidden_size) for plane in planes], axis=1)

@@ -20,7 +20,7 @@ import numpy as np
 
 from dtrain_tools.documents import InputError
 from dtrain_tools.shards import (TEMPORARY, DiskFull, ShardWriter, document_id, free_bytes, holds_documents,
-                                 shard_bytes)
+                                 shard_bytes, token_bytes)
 from dtrain_tools.tensor_file import bf16_to_float
 
 
@@ -54,16 +54,17 @@ def plan_shards(documents, val_keys, base_key, shard_tokens):
 
 
 class Extraction:
-    def __init__(self, target, folder, layer_ids, attributes, say):
+    def __init__(self, target, folder, layer_ids, attributes, say, float8=False):
         self.target, self.folder, self.layer_ids, self.say = target, folder, layer_ids, say
         self.attributes = {**attributes, "target_layer_ids": layer_ids, "hidden_size": target.hidden_size,
                            "vocab_size": target.vocab_size, "last_hidden": "pre_norm"}
-        self.planes = len(layer_ids) + 1
+        self.float8 = float8
+        self.token_bytes = token_bytes(len(layer_ids), True, target.hidden_size, float8)
         self.seconds = 0.0
         self.tokens = self.padded = self.greedy_same = self.supervised = 0
 
     def bytes_needed(self, shards):
-        return sum(shard_bytes(len(s.documents), s.tokens, self.planes, self.target.hidden_size) for s in shards)
+        return sum(shard_bytes(len(s.documents), s.tokens, self.token_bytes) for s in shards)
 
     def run(self, shards, budget, capture, teacher_rows):
         missing = [shard for shard in shards if not self._finished(shard)]
@@ -90,7 +91,8 @@ class Extraction:
 
     def _write(self, shard, budget, capture, teacher_rows):
         path = os.path.join(self.folder, shard.name)
-        writer = ShardWriter(path, self.attributes, [len(d.ids) for d in shard.documents], shard.ids)
+        writer = ShardWriter(path, self.attributes, [len(d.ids) for d in shard.documents], shard.ids,
+                             float8=self.float8)
         try:
             numbered = list(enumerate(shard.documents))
             groups = budget.run(numbered, lambda pair: len(pair[1].ids),

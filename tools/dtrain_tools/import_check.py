@@ -11,6 +11,7 @@ from dtrain_tools.tensor_file import bf16_to_float
 
 UNIT_TOLERANCE = 0.05   # of the root mean square of a normed state divided by the norm's weight
 MATCH_TOLERANCE = 0.25  # of a plane's relative difference; bf16 engines and fp8 dumps differ by a few percent
+TWICE_DIFFERS = 0.02    # a norm whose weights are all about the same gives the same twice
 PROBE_TOKENS = 256      # of a document that the target is run on: states do not depend on what follows
 
 
@@ -43,7 +44,8 @@ def relative_difference(a, b):
 
 
 def target_states(model, ids):
-    """Runs the target. -> {name: float [n, H]}; names: -1 the embedding, i the output of layer i, "post_norm"."""
+    """Runs the target. -> {name: float [n, H]}; names: -1 the embedding, i the output of layer i, "post_norm",
+    and that through the final norm again, "twice", where it differs."""
     import torch
 
     from dtrain_tools.target_model import Capture
@@ -56,6 +58,9 @@ def target_states(model, ids):
         states[-1] = model.embedding(row).float().cpu().numpy()
         last = torch.tensor(bf16_to_float(bits[:, -1]), device=model.device, dtype=model.dtype)
         states["post_norm"] = model.norm(last).float().cpu().numpy()
+        twice = model.norm(model.norm(last)).float().cpu().numpy()
+        if relative_difference(twice, states["post_norm"]) > TWICE_DIFFERS:
+            states["twice"] = twice
     return states
 
 
@@ -66,7 +71,7 @@ def check_layers(path, bits, layer_ids, last_hidden, states):
     """
     declared = list(layer_ids)
     if last_hidden != "absent":
-        declared.append(max(name for name in states if name != "post_norm") if last_hidden == "pre_norm"
+        declared.append(max(name for name in states if isinstance(name, int)) if last_hidden == "pre_norm"
                         else "post_norm")
     found, worst = [], 0.0
     for plane, name in enumerate(declared):
@@ -84,7 +89,8 @@ def check_layers(path, bits, layer_ids, last_hidden, states):
 
 
 def _call(name):
-    return {-1: "the embedding", "post_norm": "the final norm's output"}.get(name, f"the output of layer {name}")
+    return {-1: "the embedding", "post_norm": "the final norm's output",
+            "twice": "the final norm's output, normed again"}.get(name, f"the output of layer {name}")
 
 
 def _refuse_other_layers(path, declared, found):
@@ -92,7 +98,7 @@ def _refuse_other_layers(path, declared, found):
     if not wrong:
         return
     plane = wrong[0]
-    shifts = {found[p] - declared[p] for p in wrong if "post_norm" not in (found[p], declared[p])}
+    shifts = {found[p] - declared[p] for p in wrong if isinstance(found[p], int) and isinstance(declared[p], int)}
     hint = "; every wrong plane is off by one: the ids are in the other --numbering" if shifts in ({1}, {-1}) else ""
     raise InputError(f"{path}: hidden_states: plane {plane} was declared to be {_call(declared[plane])}, but is "
                      f"{_call(found[plane])}{hint}")

@@ -17,7 +17,7 @@ import time
 
 from dtrain_tools.documents import InputError, validation_keys
 from dtrain_tools.shards import (TEMPORARY, DiskFull, ShardWriter, free_bytes, fsync_folder, holds_documents,
-                                 shard_bytes)
+                                 shard_bytes, token_bytes)
 
 SAY_SECONDS = 10
 
@@ -51,12 +51,13 @@ def plan_shards(documents, split_val, seed, shard_tokens):
 
 
 class Import:
-    """read(document) -> ids, uint16 states [n, P, H]; attributes: those of ShardWriter."""
+    """read(document) -> ids, states as ShardWriter takes them; attributes: those of ShardWriter."""
 
-    def __init__(self, folder, attributes, read, say):
+    def __init__(self, folder, attributes, read, say, float8=False):
         self.folder, self.attributes, self.read, self.say = folder, attributes, read, say
-        self.unchecked = os.path.join(folder, "unchecked")
-        self.planes = len(attributes["target_layer_ids"]) + (attributes["last_hidden"] != "absent")
+        self.unchecked, self.float8 = os.path.join(folder, "unchecked"), float8
+        self.token_bytes = token_bytes(len(attributes["target_layer_ids"]), attributes["last_hidden"] != "absent",
+                                       attributes["hidden_size"], float8)
         self.started = self.said = time.time()
         self.tokens = 0
 
@@ -76,8 +77,7 @@ class Import:
         missing = [shard for shard in shards if self._path(shard) is None]
         if len(missing) < len(shards):
             self.say(f"{len(shards) - len(missing)} of {len(shards)} shards are converted and kept")
-        hidden_size = self.attributes["hidden_size"]
-        need = sum(shard_bytes(len(s.documents), s.tokens, self.planes, hidden_size) for s in missing)
+        need = sum(shard_bytes(len(s.documents), s.tokens, self.token_bytes) for s in missing)
         free, total = free_bytes(self.folder), sum(shard.tokens for shard in missing)
         self.say(f"{total:,} tokens in {len(missing)} shards: {need:,} bytes needed, {free:,} free in {self.folder}")
         if need > free:
@@ -89,7 +89,7 @@ class Import:
     def _write(self, shard, total):
         lengths = [document.tokens for document in shard.documents]
         writer = ShardWriter(os.path.join(self.unchecked, shard.name), self.attributes, lengths, shard.ids,
-                             has_teacher=False)
+                             has_teacher=False, float8=self.float8)
         try:
             for index, document in enumerate(shard.documents):
                 ids, states = self.read(document)

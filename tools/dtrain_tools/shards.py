@@ -8,6 +8,7 @@ Does not decide which documents go into a shard.
 import errno
 import hashlib
 import os
+import typing
 
 import h5py
 import numpy as np
@@ -38,9 +39,21 @@ def holds_documents(path, ids):
         return np.array_equal(file["doc_id"][:], np.array(ids, dtype=np.uint64))
 
 
-def shard_bytes(documents, tokens, planes, hidden_size):
-    """Size of a shard file, slightly over-estimated."""
-    per_token = 4 + 1 + 2 * planes * hidden_size + 4 + 4 + 4
+class Float8(typing.NamedTuple):
+    """States of a document of a float8 shard: a value is its e4m3 code times the scale of its token and plane."""
+    codes: np.ndarray   # uint8 [n, L, H]
+    scales: np.ndarray  # float32 [n, L]
+    last: np.ndarray    # uint16 bf16 bits [n, H]; None when there is no last hidden state
+
+
+def token_bytes(layers, has_last, hidden_size, float8=False):
+    """Of a token's states in a shard."""
+    return (layers * (hidden_size + 4) if float8 else 2 * layers * hidden_size) + 2 * has_last * hidden_size
+
+
+def shard_bytes(documents, tokens, bytes_of_states):
+    """Size of a shard file, slightly over-estimated. bytes_of_states: of a token, from token_bytes."""
+    per_token = 4 + 1 + bytes_of_states + 4 + 4 + 4
     return tokens * per_token + documents * 20 + HEADER_BYTES
 
 
@@ -63,15 +76,16 @@ class ShardWriter:
     attributes: everything but format, format_version and dtype: target_model, target_layer_ids,
     hidden_size, vocab_size, last_hidden, and optional ones (None is left out).
     lengths: tokens of each document; ids: its identities. has_teacher: whether there are teacher columns.
+    float8: states are Float8. suffix: of the name until the shard is finished.
     """
 
-    def __init__(self, path, attributes, lengths, ids, has_teacher=True):
-        self.has_teacher = has_teacher
-        self.path, self.temporary = path, path + TEMPORARY
+    def __init__(self, path, attributes, lengths, ids, has_teacher=True, float8=False, suffix=TEMPORARY):
+        self.has_teacher, self.float8 = has_teacher, float8
+        self.path, self.temporary = path, path + suffix
         self.offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         self.crc = np.zeros(len(lengths), dtype=np.uint32)
         self.written = np.zeros(len(lengths), dtype=bool)
-        self.planes = len(attributes["target_layer_ids"]) + (attributes["last_hidden"] != "absent")
+        self.layers, self.has_last = len(attributes["target_layer_ids"]), attributes["last_hidden"] != "absent"
         self.hidden_size = int(attributes["hidden_size"])
         self._refuse_full_disk(len(lengths))
         self.file = h5py.File(self.temporary, "w", alignment_threshold=ALIGNMENT, alignment_interval=ALIGNMENT)
@@ -82,7 +96,8 @@ class ShardWriter:
 
     def _refuse_full_disk(self, documents):
         folder = os.path.dirname(os.path.abspath(self.path))
-        need = shard_bytes(documents, int(self.offsets[-1]), self.planes, self.hidden_size)
+        of_states = token_bytes(self.layers, self.has_last, self.hidden_size, self.float8)
+        need = shard_bytes(documents, int(self.offsets[-1]), of_states)
         free = free_bytes(folder)
         if need > free:
             raise DiskFull(f"{folder}: {need:,} bytes needed for {os.path.basename(self.path)}, {free:,} free; "
@@ -92,7 +107,7 @@ class ShardWriter:
         attrs = self.file.attrs
         attrs["format"] = "dtrain-features"
         attrs["format_version"] = np.int32(1)
-        attrs["dtype"] = "bfloat16"
+        attrs["dtype"] = "float8_e4m3" if self.float8 else "bfloat16"
         for name, value in attributes.items():
             if name == "target_layer_ids":
                 value = np.asarray(value, dtype=np.int32)
@@ -122,7 +137,15 @@ class ShardWriter:
             self.top1 = self._create("teacher_top1", (tokens,), "<i4")
             self.top1_logit = self._create("teacher_top1_logit", (tokens,), "<f4")
             self.lse = self._create("teacher_lse", (tokens,), "<f4")
-        self.hidden_states = self._create("hidden_states", (tokens, self.planes, self.hidden_size), "<u2")
+        width = self.hidden_size
+        if not self.float8:
+            shape = (tokens, self.layers + self.has_last, width)
+            self.states = [self._create("hidden_states", shape, "<u2")]
+            return
+        self.states = [self._create("hidden_states", (tokens, self.layers, width), "u1"),
+                       self._create("scales", (tokens, self.layers), "<f4")]
+        if self.has_last:
+            self.states.append(self._create("last_hidden", (tokens, width), "<u2"))
 
     def _reserve(self):
         """Takes the disk blocks now, so that a full disk is an error here and not in the middle."""
@@ -137,18 +160,21 @@ class ShardWriter:
                     raise
 
     def write(self, document, ids, mask, states, teacher=None):
-        """states: uint16 bf16 bits [n, P, H]; teacher, when has_teacher: (top1 int32, logit, log-sum-exp) [n] each."""
+        """states: uint16 bf16 bits [n, P, H], or Float8; teacher, when has_teacher: (top1 int32, logit,
+        log-sum-exp) [n] each."""
         begin, end = (int(at) for at in self.offsets[document:document + 2])
         ids, mask = np.asarray(ids, dtype="<i4"), np.asarray(mask, dtype=np.uint8)
-        states = np.ascontiguousarray(states, dtype="<u2")
-        if len(ids) != end - begin or states.shape != (end - begin, self.planes, self.hidden_size):
-            raise ValueError(f"{self.path}: document {document} has {end - begin} tokens, got {states.shape}")
+        states = [part for part in states if part is not None] if isinstance(states, Float8) else [states]
+        states = [np.ascontiguousarray(part, dtype=to.dtype) for part, to in zip(states, self.states, strict=True)]
+        for part, to in zip(states, self.states):
+            if len(ids) != end - begin or part.shape != (end - begin, *to.shape[1:]):
+                raise ValueError(f"{self.path}: document {document} has {end - begin} tokens, got {part.shape}")
+            to[begin:end] = part
         self.input_ids[begin:end] = ids
         self.loss_mask[begin:end] = mask
-        self.hidden_states[begin:end] = states
         if self.has_teacher:
             self.top1[begin:end], self.top1_logit[begin:end], self.lse[begin:end] = teacher
-        self.crc[document] = crc32c(ids, mask, states)
+        self.crc[document] = crc32c(ids, mask, *states)
         self.written[document] = True
 
     def finish(self):

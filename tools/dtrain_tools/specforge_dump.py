@@ -6,16 +6,13 @@ for DSpark also target_last_hidden_states [1, S, H]. The leading 1 may be absent
 so that nothing in them is run. Does not write shards. Needs torch.
 """
 
-import gzip
 import os
-import pickle
 import re
-import zlib
-
-import numpy as np
 
 from dtrain_tools.documents import InputError
-from dtrain_tools.dumped import check_values, check_vocabulary, make_document, mask_of, refuse
+from dtrain_tools.dumped import (DOCUMENT_TOKENS, bits_of, check_values, check_vocabulary, integers_of, make_document,
+                                 mask_of, planes_of, refuse, tensor_of)
+from dtrain_tools.torch_file import load_torch_file
 
 NAME = re.compile(r"data_(\d+)\.ckpt(\.gz)?$")
 LAST_OF = {"aux_hidden_state": "hidden_state", "hidden_states": "target_last_hidden_states"}  # layers: last
@@ -44,60 +41,22 @@ class SpecforgeDump:
         return [[os.path.relpath(path, self.folder), os.path.getsize(path)] for path in self.files.values()]
 
     def _load(self, path):
-        import torch
-        try:
-            if path.endswith(".gz"):
-                with gzip.open(path) as file:
-                    data = torch.load(file, map_location="cpu", weights_only=True)
-            else:
-                data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, zlib.error) as error:
-            refuse(path, f"cannot be loaded (cut short, or not plain tensors): {str(error).splitlines()[0]}", error)
-        if not isinstance(data, dict):
-            refuse(path, f"holds a {type(data).__name__}; expected a dict of tensors")
-        return data
-
-    @staticmethod
-    def _tensor(path, data, name, dimensions):
-        """-> the tensor without a leading 1."""
-        import torch
-        tensor = data.get(name)
-        if not isinstance(tensor, torch.Tensor):
-            refuse(path, f"has no tensor {name}")
-        if tensor.dim() == dimensions + 1 and tensor.shape[0] == 1:
-            tensor = tensor[0]
-        if tensor.dim() != dimensions:
-            refuse(path, f"{name}: shape {list(data[name].shape)}; expected {dimensions} dimensions, perhaps with a "
-                         "leading 1")
-        return tensor
-
-    def _ids(self, path, data):
-        ids = self._tensor(path, data, "input_ids", 1)
-        if ids.is_floating_point():
-            refuse(path, f"input_ids: {ids.dtype}; expected integers")
-        return ids.numpy().astype(np.int64)
+        return load_torch_file(path, (self.layers + 1) * self.hidden_size * 4 * DOCUMENT_TOKENS)
 
     def _states(self, path, data, tokens):
         """-> the tensors of a document, layers [S, L * H] and unless absent last [S, H], checked."""
         layers = next((name for name in LAST_OF if name in data), None)
         if layers is None:
             refuse(path, f"has none of {', '.join(LAST_OF)}; it has {', '.join(map(str, data))}")
-        last, widths = LAST_OF[layers], {layers: self.layers * self.hidden_size}
+        last, planes = LAST_OF[layers], {layers: self.layers}
         if self.last_hidden != "absent":
             if last not in data:
                 refuse(path, f"has no {last}: there is no teacher; with --last-hidden absent, only ce_data can be "
                              "trained")
-            widths[last] = self.hidden_size
+            planes[last] = 1
         elif last in data:
             refuse(path, f"has {last}, but --last-hidden is absent")
-        tensors = [self._tensor(path, data, name, 2) for name in widths]
-        for (name, width), tensor in zip(widths.items(), tensors):
-            if list(tensor.shape) != [tokens, width]:
-                refuse(path, f"{name}: shape {list(tensor.shape)}; expected [{tokens}, {width}] (tokens of input_ids; "
-                             f"{width // self.hidden_size} planes of the target's hidden size {self.hidden_size})")
-            if not tensor.is_floating_point() or tensor.element_size() not in (2, 4):
-                refuse(path, f"{name}: {tensor.dtype}; expected bf16, fp16 or fp32")
-        return tensors
+        return planes_of(path, data, planes, tokens, self.hidden_size)
 
     @staticmethod
     def _check_positions(path, data, tokens):
@@ -108,13 +67,13 @@ class SpecforgeDump:
                                           (positions == torch.arange(tokens)).all()):
             refuse(path, "position_ids: not 0, 1, 2, ...: a document with images, which shards cannot hold")
 
-    def list_documents(self, vocab_size, say):
+    def list_documents(self, vocab_size, say, masks=None):
         """Every usable document, checked but for the values of its states. -> [DumpedDocument]"""
         documents, unsupervised = [], 0
         for number, path in self.files.items():
             data = self._load(path)
-            ids = self._ids(path, data)
-            mask = self._tensor(path, data, "loss_mask", 1)
+            ids = integers_of(path, data, "input_ids")
+            mask = tensor_of(path, data, "loss_mask", 1)
             mask = mask_of(path, ids, mask.float().numpy() if mask.is_floating_point() else mask.numpy())
             if not mask.any():
                 unsupervised += 1
@@ -122,6 +81,8 @@ class SpecforgeDump:
             check_vocabulary(path, ids, vocab_size)
             self._states(path, data, len(ids))
             self._check_positions(path, data, len(ids))
+            if masks:
+                masks.add(ids, mask)
             documents.append(make_document(path, path, number, ids, mask))
         if unsupervised:
             say(f"{unsupervised} documents left out: no supervised token")
@@ -129,13 +90,10 @@ class SpecforgeDump:
             raise InputError(f"{self.folder}: no document has a supervised token")
         return documents
 
-    def read(self, path, limit=None):
+    def read(self, document, limit=None):
         """-> ids [S], uint16 bf16 bits [S, P, H], of the first `limit` tokens."""
-        import torch
-        data = self._load(path)
-        ids = self._ids(path, data)
-        planes = [tensor[:limit].to(torch.bfloat16).contiguous().view(torch.int16).numpy().view(np.uint16)
-                  for tensor in self._states(path, data, len(ids))]
-        bits = np.concatenate([plane.reshape(len(plane), -1, self.hidden_size) for plane in planes], axis=1)
+        path, data = document.path, self._load(document.path)
+        ids = integers_of(path, data, "input_ids")
+        bits = bits_of(self._states(path, data, len(ids)), self.hidden_size, limit)
         check_values(path, bits)
         return ids[:limit], bits

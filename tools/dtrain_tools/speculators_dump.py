@@ -12,6 +12,7 @@ Does not write shards. Needs pyarrow for Arrow data sets.
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import numpy as np
 from dtrain_tools.documents import InputError, parse_line
 from dtrain_tools.dumped import PIECE_VALUES, check_values, check_vocabulary, make_document, mask_of, refuse
 from dtrain_tools.extraction import content_sha256
+from dtrain_tools.shards import Float8
 from dtrain_tools.tensor_file import e4m3_to_float, float_to_bf16, read_header, read_tensors
 
 SCALES = "hidden_states_scales"
@@ -93,9 +95,21 @@ def read_states(path, limit=None):
     return bits
 
 
-def read(path, limit=None):
+def read(document, limit=None):
     """-> ids [S], uint16 bf16 bits [S, P, H], of the first `limit` tokens."""
-    return read_token_ids(path)[:limit], read_states(path, limit)
+    return read_token_ids(document.path)[:limit], read_states(document.path, limit)
+
+
+def read_float8(document, has_last):
+    """The same as Float8 where the file has codes: those of the layers as they are, the last hidden state as bf16."""
+    ids, bits = read(document)
+    tensors = _mapped(document.path)
+    dtype, codes = tensors["hidden_states"]
+    if dtype != "F8_E4M3":
+        return ids, bits
+    layers = codes.shape[1] - has_last
+    scales = np.repeat(tensors[SCALES][1].reshape(-1, 1), layers, axis=1)
+    return ids, Float8(np.array(codes[:, :layers]), scales, bits[:, -1] if has_last else None)
 
 
 def _to_bf16(dtype, states, scales):
@@ -143,6 +157,7 @@ class Rows:
             try:
                 with pyarrow.memory_map(path) as source, pyarrow.ipc.open_stream(source) as batches:
                     for batch in batches:
+                        batch.validate(full=True)  # offsets that leave the file would be read
                         for ids, mask in zip(self._lists(path, batch, "input_ids", number),
                                              self._lists(path, batch, "loss_mask", number)):
                             yield f"{path}: row {number}", number, ids, mask
@@ -194,6 +209,10 @@ def files_by_row(folder):
     return find
 
 
+def _digest(ids):
+    return hashlib.sha256(ids.tobytes()).digest()
+
+
 def files_by_tokens(folder):
     """-> find(number, ids): a file whose token_ids are these, each file once, or None."""
     waiting = {}
@@ -202,10 +221,10 @@ def files_by_tokens(folder):
             refuse(os.path.join(folder, name), "is compressed; unpack it first (zstd -d)")
         if name.endswith(".safetensors"):
             path = os.path.join(folder, name)
-            waiting.setdefault(read_token_ids(path).tobytes(), []).append(path)
+            waiting.setdefault(_digest(read_token_ids(path)), []).append(path)
 
     def find(_number, ids):
-        paths = waiting.get(ids.tobytes())
+        paths = waiting.get(_digest(ids))
         return paths.pop() if paths else None
     return find
 
@@ -221,7 +240,7 @@ def _check_tokens(where, path, ids, vocab_size):
     check_vocabulary(where, ids, vocab_size)
 
 
-def list_documents(rows, find, planes, head, skip_missing, say):
+def list_documents(rows, find, planes, head, skip_missing, say, masks=None):
     """Every usable document, checked but for the values of its states. -> [DumpedDocument]"""
     documents, missing, unsupervised, rounded = [], [], 0, 0
     for where, number, ids, mask in rows:
@@ -235,6 +254,8 @@ def list_documents(rows, find, planes, head, skip_missing, say):
             continue
         _check_tokens(where, path, ids, head.vocab_size)
         rounded += check_states_header(path, len(ids), planes, head.hidden_size) not in ("BF16", "F8_E4M3")
+        if masks:
+            masks.add(ids, mask)
         documents.append(make_document(where, path, number, ids, mask))
     if missing and not skip_missing:
         raise InputError(f"{missing[0]}: has no file of states, nor have {len(missing) - 1} others; finish the "

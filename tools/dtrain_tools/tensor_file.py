@@ -5,12 +5,14 @@ numpy has neither. Does not know what the tensors mean.
 """
 
 import json
+import math
 import os
 
 import numpy as np
 
 DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8", "I64": "<i8", "I32": "<i4",
           "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "u1", "F8_E4M3": "u1"}
+HEADER_MOST = 100 << 20  # bytes
 
 
 def read_header(path):
@@ -18,10 +20,26 @@ def read_header(path):
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
+        if size < 8 or length > min(size - 8, HEADER_MOST):
             raise ValueError(f"{path}: not a safetensors file, or cut short")
         header = json.loads(file.read(length))
-    return header, 8 + length, header.pop("__metadata__", {})
+    if not isinstance(header, dict):
+        raise ValueError(f"{path}: not a safetensors file")
+    metadata = header.pop("__metadata__", {})
+    for name, entry in header.items():
+        _check_entry(path, name, entry)
+    return header, 8 + length, metadata
+
+
+def _check_entry(path, name, entry):
+    """A tensor's shape, type and range of bytes say the same."""
+    numbers = [*entry.get("shape", ["none"]), *entry.get("data_offsets", ["none"])] if isinstance(entry, dict) else [-1]
+    if not all(type(number) is int and number >= 0 for number in numbers) or len(entry["data_offsets"]) != 2:
+        raise ValueError(f"{path}: tensor {name}: not described as safetensors are")
+    begin, end = entry["data_offsets"]
+    kind = DTYPES.get(str(entry.get("dtype")))
+    if kind and end - begin != math.prod(entry["shape"]) * np.dtype(kind).itemsize:
+        raise ValueError(f"{path}: tensor {name}: {end - begin} bytes are not {entry['dtype']} {entry['shape']}")
 
 
 def read_tensors(path, names=None):
@@ -74,9 +92,14 @@ def float_to_bf16(values):
     return np.where(nan, (bits >> np.uint32(16)) | np.uint32(0x40), rounded).astype(np.uint16)
 
 
-def _e4m3_values():
-    """-> float32 [256]: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinity, 0x7F and 0xFF are NaN."""
+def _float8_values(mantissa_bits):
+    """-> float32 [256]: sign, exponent with bias 7 (e4m3, 3 bits of mantissa) or 15 (e5m2, 2 bits).
+
+    e4m3 has no infinity, and 0x7F and 0xFF are NaN; e5m2 is as fp16.
+    """
     codes = np.arange(256)
+    if mantissa_bits == 2:
+        return (codes.astype(np.uint16) << np.uint16(8)).view(np.float16).astype(np.float32)
     exponent, mantissa = (codes >> 3) & 15, codes & 7
     normal = (1 + mantissa / 8) * 2.0 ** (exponent - 7)
     values = np.where(exponent == 0, mantissa / 8 * 2.0 ** -6, normal)
@@ -84,9 +107,13 @@ def _e4m3_values():
     return np.where(codes & 0x80, -values, values).astype(np.float32)
 
 
-E4M3_VALUES = _e4m3_values()
+E4M3_VALUES, E5M2_VALUES = _float8_values(3), _float8_values(2)
 
 
 def e4m3_to_float(codes):
     """uint8 codes of float8_e4m3fn -> float32."""
     return E4M3_VALUES[codes]
+
+
+def e5m2_to_float(codes):
+    return E5M2_VALUES[codes]

@@ -113,8 +113,8 @@ class Case(unittest.TestCase):
         """-> status, what was printed. one_folder: data holds the states too."""
         source = ["--data", data] if data else ["--documents", os.path.join(self.folder, "documents.jsonl")]
         source += [] if one_folder else ["--states", self.states]
-        argv = ["import_features.py", *source, "--layer-ids", layers, "--numbering", numbering, "--target", MODEL,
-                "--out", self.out, "--dtrain", DTRAIN or "dtrain", "--name", "tiny", *options]
+        argv = ["import_features.py", *source, *(["--layer-ids", layers] if layers else []), "--numbering", numbering,
+                "--target", MODEL, "--out", self.out, "--dtrain", DTRAIN or "dtrain", "--name", "tiny", *options]
         printed = io.StringIO()
         with mock.patch.object(sys, "argv", argv + (["--unverified", "layers"] if trust else [])), \
                 contextlib.redirect_stderr(printed):

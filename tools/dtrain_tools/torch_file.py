@@ -1,0 +1,66 @@
+"""Loading torch files from elsewhere: tensors only, nothing in them is run, no memory is taken on their word.
+
+A file is a zip archive whose members lie in it as they are, so its tensors can be mapped and are no larger than the file.
+Packed members, names that leave the archive, and tensors larger than their bytes are refused. Needs torch.
+"""
+
+import gzip
+import os
+import pickle
+import tempfile
+import zipfile
+import zlib
+
+from dtrain_tools.dumped import refuse
+
+PIECE = 1 << 22
+
+
+def _refuse_unsafe(path, name):
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError) as error:
+        refuse(name, f"cannot be loaded (cut short, or not plain tensors): {error}", error)
+    for member in members:
+        parts = member.filename.replace("\\", "/").split("/")
+        if member.filename.startswith("/") or ".." in parts:
+            refuse(name, f"cannot be loaded: its member {member.filename!r} leaves the archive")
+        if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
+            refuse(name, f"cannot be loaded: its member {member.filename!r} is compressed, as torch never writes it")
+    if sum(member.file_size for member in members) > os.path.getsize(path):
+        refuse(name, "cannot be loaded: its members are larger than the file")
+
+
+def _load_plain(path, name):
+    import torch
+    _refuse_unsafe(path, name)
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, TypeError, KeyError) as error:
+        refuse(name, f"cannot be loaded (cut short, or not plain tensors): {(str(error) or '?').splitlines()[0]}", error)
+    if not isinstance(data, dict):
+        refuse(name, f"holds a {type(data).__name__}; expected a dict of tensors")
+    for key, value in data.items():
+        if isinstance(value, torch.Tensor) and (
+                value.layout != torch.strided or
+                value.numel() * value.element_size() > value.untyped_storage().nbytes()):
+            refuse(name, f"{key}: shape {list(value.shape)} is of more values than the file holds")
+    return data
+
+
+def load_torch_file(path, largest):
+    """-> dict. A .gz is unpacked beside nothing, to a file that has no name; largest: bytes it may have."""
+    if not path.endswith(".gz"):
+        return _load_plain(path, path)
+    with tempfile.NamedTemporaryFile(prefix="dtrain-import-") as plain:
+        try:
+            with gzip.open(path) as packed:
+                while piece := packed.read(PIECE):
+                    plain.write(piece)
+                    if plain.tell() > largest:
+                        refuse(path, f"unpacks to more than {largest:,} bytes, which no document has")
+        except (EOFError, OSError, zlib.error) as error:
+            refuse(path, f"cannot be loaded (cut short, or not plain tensors): {error}", error)
+        plain.flush()
+        return _load_plain(plain.name, path)
