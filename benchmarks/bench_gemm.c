@@ -16,28 +16,33 @@ struct shape {
     int64_t m, n, k, lda; // 0: packed
     bool transpose_a, transpose_b, add;
     enum dtype out;
+    int64_t parts; // of k; 0: none
 };
 
 #define FORWARD(name, rows, columns, inner)                                                        \
     {                                                                                              \
-        name, rows, columns, inner, 0, false, true, false, DTYPE_BF16                              \
+        name, rows, columns, inner, 0, false, true, false, DTYPE_BF16, 0                           \
     }
 #define DGRAD(name, rows, columns, inner)                                                          \
     {                                                                                              \
-        name, rows, columns, inner, 0, false, false, false, DTYPE_BF16                             \
+        name, rows, columns, inner, 0, false, false, false, DTYPE_BF16, 0                          \
     }
 #define WGRAD(name, columns, inner, rows)                                                          \
     {                                                                                              \
-        name, columns, inner, rows, 0, true, false, true, DTYPE_F32                                \
+        name, columns, inner, rows, 0, true, false, true, DTYPE_F32, 0                             \
+    }
+#define DS(name, rows, parts)                                                                      \
+    {                                                                                              \
+        name, rows, H, V, 2 * V, false, false, false, DTYPE_F32, parts                             \
     }
 
 static const struct shape shapes[] = {
     FORWARD("fc", N, H, 5 * H),
     FORWARD("q", N, 4096, H),
     FORWARD("k, v", N, 1024, H),
-    {"o, residual added", N, H, 4096, 0, false, true, true, DTYPE_BF16},
+    {"o, residual added", N, H, 4096, 0, false, true, true, DTYPE_BF16, 0},
     FORWARD("gate, up", N, 17408, H),
-    {"down, residual added", N, H, 17408, 0, false, true, true, DTYPE_BF16},
+    {"down, residual added", N, H, 17408, 0, false, true, true, DTYPE_BF16, 0},
     DGRAD("inputs of gate, up", N, H, 17408),
     DGRAD("inputs of down", N, 17408, H),
     DGRAD("inputs of o", N, 4096, H),
@@ -45,12 +50,22 @@ static const struct shape shapes[] = {
     WGRAD("weights of gate, up", 17408, H, N),
     WGRAD("weights of down", H, 17408, N),
     WGRAD("weights of q, small group", 4096, H, 1280),
-    {"logits of 1024", 1024, V, H, 0, false, true, false, DTYPE_F32},
-    {"logits of 2112", 2112, V, H, 0, false, true, false, DTYPE_F32},
-    {"logits of 4224", 4224, V, H, 0, false, true, false, DTYPE_F32},
-    {"dS of 1024", 1024, H, V, 2 * V, false, false, false, DTYPE_BF16},
-    {"dS of 2112", 2112, H, V, 2 * V, false, false, false, DTYPE_BF16},
-    {"dS of 4224", 4224, H, V, 2 * V, false, false, false, DTYPE_BF16},
+    {"logits of 1024", 1024, V, H, 0, false, true, false, DTYPE_F32, 0},
+    {"logits of 2112", 2112, V, H, 0, false, true, false, DTYPE_F32, 0},
+    {"logits of 4224", 4224, V, H, 0, false, true, false, DTYPE_F32, 0},
+    DS("dS of 1024", 1024, 0),
+    DS("dS of 1024 in 4 parts", 1024, 4),
+    DS("dS of 1024 in 8 parts", 1024, 8),
+    DS("dS of 2112", 2112, 0),
+    DS("dS of 2112 in 4 parts", 2112, 4),
+    DS("dS of 2112 in 8 parts", 2112, 8),
+    DS("dS of 2560", 2560, 0),
+    DS("dS of 2560 in 2 parts", 2560, 2),
+    DS("dS of 2560 in 4 parts", 2560, 4),
+    DS("dS of 2560 in 8 parts", 2560, 8),
+    DS("dS of 4224", 4224, 0),
+    DS("dS of 4224 in 4 parts", 4224, 4),
+    DS("dS of 4224 in 8 parts", 4224, 8),
 };
 enum { SHAPES = sizeof(shapes) / sizeof(shapes[0]) };
 
@@ -75,7 +90,10 @@ static struct gemm gemm_of(const struct bench *bench, const struct shape *s)
                          .c = bench->c,
                          .a_type = DTYPE_BF16,
                          .b_type = DTYPE_BF16,
-                         .c_type = s->out};
+                         .c_type = s->out,
+                         .parts = s->parts,
+                         .part_sums = (float *)bench->a + V / 2, // as in the rows of logits
+                         .part_stride = s->parts > 1 ? V : 0};
 }
 
 static struct stream *open_stream(const struct backend *backend)
@@ -138,7 +156,7 @@ static void choose(const struct bench *bench)
     }
     bench->backend->sync(bench->timed);
     double recorded = timer_now();
-    bench->backend->gemm_tune(bench->timed, 5.0, algorithms);
+    bench->backend->gemm_tune(bench->timed, 8.0, algorithms);
     printf("# %lld algorithms chosen in %.2f s after %.2f s\n", (long long)algorithms->count,
            timer_now() - recorded, recorded - begin);
     free(algorithms);

@@ -33,7 +33,7 @@ def read_documents(pattern):
     for path in sorted(glob.glob(str(pattern))):
         with h5py.File(path, "r") as file:
             offsets, values = file["doc_offsets"][:], file["hidden_states"]
-            states.append(np.memmap(path, np.uint16, "r", values.id.get_offset(), values.shape))
+            states.append(np.memmap(path, np.uint16, "c", values.id.get_offset(), values.shape))
             parts.append((file["input_ids"][:], file["loss_mask"][:], at + offsets[:-1], np.diff(offsets), file["doc_id"][:]))
             at += int(offsets[-1])
     if not parts:

@@ -94,9 +94,7 @@ class Rows:
         self.states = torch.empty(documents.tokens, *shape, dtype=torch.bfloat16, device=DEVICE)
         at = 0
         for part in documents.states:
-            for begin in range(0, len(part), 65536):  # a page-locked copy of all would take longer
-                some = torch.from_numpy(np.array(part[begin:begin + 65536]).view(np.int16)).view(torch.bfloat16)
-                self.states[at + begin:at + begin + len(some)] = some
+            self.states[at:at + len(part)] = torch.from_numpy(part.view(np.int16)).view(torch.bfloat16)
             at += len(part)
         self.ids = torch.from_numpy(documents.ids.astype(np.int64)).to(DEVICE)
         self.mask = torch.from_numpy(documents.mask).to(DEVICE)

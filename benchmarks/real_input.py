@@ -166,9 +166,10 @@ class Work:
         self.seconds = {}  # (system, block) -> seconds of a process, when it ran alone
 
     def alone(self, peers):
-        """The first seed's trainings, one after another, larger blocks first; a peer is stopped while another run is timed
-        only in that it waits for its file."""
+        """The first seed's trainings, one after another, larger blocks first, once no peer compiles any more."""
         first = self.args.seeds[0]
+        for block, (process, _) in peers.items():
+            self.wait_ready(self.runs[block][("speculators", first)], process)
         for block in sorted(self.args.blocks, reverse=True):
             for system in SYSTEMS:
                 run = self.runs[block][(system, first)]
@@ -176,7 +177,6 @@ class Work:
                 if system == "speculators":
                     process, go = peers[block]
                     started = dict(process=process, go=go)
-                    self.wait_ready(run, process)
                 result = self.plan.attempt(f"{run.name}, alone", 5, lambda limit: self.runner.train_run(run, limit, **started))
                 if result:
                     self.plan.keep(run, training=result, alone=True)
@@ -264,7 +264,7 @@ def parse():
     add("--limit", type=int, help="only the first N prompts")
     add("--held-out", type=int, default=200, help="prompts for the judge")
     add("--split-seed", type=int, default=0)
-    add("--samples", type=int, default=6, help="answers to each training prompt")
+    add("--samples", type=int, default=5, help="answers to each training prompt")
     add("--temperature", type=float, default=0.7, help="of these answers")
     add("--sample-seed", type=int, default=1)
     add("--max-new-tokens", type=int, default=256)

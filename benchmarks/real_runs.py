@@ -72,7 +72,7 @@ class Runner:
         path.write_text(f"""
 run: {{dir: {folder}/run, seed: {run.seed}, epochs: {run.epochs}, max_steps: {run.steps}, device: {a.device}, compute: {a.compute}}}
 target: {{path: {self.target}}}
-data: {{train: ["{self.train}"], seq_len: {self.seq_len}, rows_per_step: {run.rows_per_step}, prefetch_rows: 4}}
+data: {{train: ["{self.train}"], seq_len: {self.seq_len}, rows_per_step: {run.rows_per_step}, readers: 4, prefetch_rows: 8}}
 validation: {{rows: 1048576}}
 drafter: {{kind: dflash, layers: {a.layers}, block_size: {run.block}, mask_token_id: {a.mask_token_id}, init_std: 0.02}}
 anchors: {{max_anchors: {run.anchors}, per: row}}

@@ -15,6 +15,13 @@ struct gemm gemm_with_strides(const struct gemm *gemm)
         g.ldb = g.transpose_b ? g.k : g.n;
     if (g.ldc == 0)
         g.ldc = g.n;
+    if (g.parts == 0)
+        g.parts = 1;
+    if (g.part_stride == 0)
+        g.part_stride = g.parts * g.n;
+    if (g.parts > 1)
+        BUG_UNLESS(g.k % g.parts == 0 && g.part_stride >= g.parts * g.n && g.part_sums != NULL &&
+                   g.c_type == DTYPE_F32 && !g.transpose_a && g.beta == 0.0f);
     return g;
 }
 

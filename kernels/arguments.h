@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-// The same product with packed strides filled in where they are 0.
+// The same product with packed strides filled in where they are 0, and 1 for no parts.
 struct gemm gemm_with_strides(const struct gemm *gemm);
 // Without a teacher only ce_data has weight; a gradient over the logits keeps their rows.
 void softmax_loss_check(const struct softmax_loss *op);

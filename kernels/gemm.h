@@ -21,6 +21,11 @@ struct gemm {
     void *c;
     int64_t lda, ldb, ldc;             // elements between rows as stored; 0: packed
     enum dtype a_type, b_type, c_type; // fp32 or bf16; A and B alike
+    // For C of few tiles and a long k: products over `parts` equal parts of k, computed side by side,
+    // then added in order. C is fp32, A is not transposed, beta is 0.
+    int64_t parts;       // 0 or 1: k as a whole
+    float *part_sums;    // [m, parts, n] scratch; no element of it is one of A, B or C
+    int64_t part_stride; // elements between its rows; 0: packed
 };
 
 typedef void gemm_fn(struct stream *stream, const struct gemm *gemm);

@@ -45,7 +45,8 @@ struct gemm_product gemm_product_of(const struct gemm *gemm)
                                    .transpose_b = gemm->transpose_b,
                                    .add = gemm->beta != 0.0f,
                                    .in_type = gemm->a_type,
-                                   .out_type = gemm->c_type};
+                                   .out_type = gemm->c_type,
+                                   .parts = gemm->parts};
     return product;
 }
 
@@ -66,16 +67,19 @@ bool gemm_product_equal(const struct gemm_product *a, const struct gemm_product 
     return a->m == b->m && a->n == b->n && a->k == b->k && a->lda == b->lda && a->ldb == b->ldb &&
            a->ldc == b->ldc && a->transpose_a == b->transpose_a &&
            a->transpose_b == b->transpose_b && a->add == b->add && a->in_type == b->in_type &&
-           a->out_type == b->out_type;
+           a->out_type == b->out_type && a->parts == b->parts;
 }
 
 void gemm_product_print(const struct gemm_product *p, char text[GEMM_PRODUCT_TEXT])
 {
-    snprintf(text, GEMM_PRODUCT_TEXT,
-             "%s %s %c%c%c m %lld n %lld k %lld lda %lld ldb %lld ldc %lld", dtype_name(p->in_type),
-             dtype_name(p->out_type), p->transpose_a ? 'T' : 'N', p->transpose_b ? 'T' : 'N',
-             p->add ? '+' : '=', (long long)p->m, (long long)p->n, (long long)p->k,
-             (long long)p->lda, (long long)p->ldb, (long long)p->ldc);
+    int length = snprintf(
+        text, GEMM_PRODUCT_TEXT, "%s %s %c%c%c m %lld n %lld k %lld lda %lld ldb %lld ldc %lld",
+        dtype_name(p->in_type), dtype_name(p->out_type), p->transpose_a ? 'T' : 'N',
+        p->transpose_b ? 'T' : 'N', p->add ? '+' : '=', (long long)p->m, (long long)p->n,
+        (long long)p->k, (long long)p->lda, (long long)p->ldb, (long long)p->ldc);
+    if (p->parts > 1)
+        snprintf(text + length, (size_t)(GEMM_PRODUCT_TEXT - length), " parts %lld",
+                 (long long)p->parts);
 }
 
 static enum dtype type_named(const char *name)
@@ -86,9 +90,9 @@ static enum dtype type_named(const char *name)
 int gemm_product_parse(struct gemm_product *product, const char *text)
 {
     char in[8], out[8], a, b, add, again[GEMM_PRODUCT_TEXT];
-    long long m, n, k, lda, ldb, ldc;
-    if (sscanf(text, "%7s %7s %c%c%c m %lld n %lld k %lld lda %lld ldb %lld ldc %lld", in, out, &a,
-               &b, &add, &m, &n, &k, &lda, &ldb, &ldc) != 11)
+    long long m, n, k, lda, ldb, ldc, parts = 1;
+    if (sscanf(text, "%7s %7s %c%c%c m %lld n %lld k %lld lda %lld ldb %lld ldc %lld parts %lld",
+               in, out, &a, &b, &add, &m, &n, &k, &lda, &ldb, &ldc, &parts) < 11)
         return -1;
     *product = (struct gemm_product){.m = m,
                                      .n = n,
@@ -100,10 +104,12 @@ int gemm_product_parse(struct gemm_product *product, const char *text)
                                      .transpose_b = b == 'T',
                                      .add = add == '+',
                                      .in_type = type_named(in),
-                                     .out_type = type_named(out)};
+                                     .out_type = type_named(out),
+                                     .parts = parts};
     gemm_product_print(product, again);
     bool positive = m > 0 && n > 0 && k > 0 && lda > 0 && ldb > 0 && ldc > 0;
-    return positive && strcmp(text, again) == 0 ? 0 : -1;
+    bool divides = parts == 1 || (parts > 1 && k % parts == 0 && a == 'N' && add == '=');
+    return positive && divides && strcmp(text, again) == 0 ? 0 : -1;
 }
 
 void gemm_hex_print(const void *bytes, size_t size, char *text)

@@ -18,10 +18,11 @@ extern "C" {
 
 // What decides about the algorithm, besides alignment.
 struct gemm_product {
-    int64_t m, n, k, lda, ldb, ldc;
+    int64_t m, n, k, lda, ldb, ldc; // with parts, ldc is the stride of their sums
     bool transpose_a, transpose_b;
     bool add; // beta is not 0
     enum dtype in_type, out_type;
+    int64_t parts; // of k, at least 1
 };
 
 // The smallest of 128, 256, 384, 512, 768, 1024, 1536, 2048, ... that is not below `rows`.
@@ -29,7 +30,7 @@ int64_t gemm_bucket(int64_t rows);
 // The next smaller one; 0 below the smallest.
 int64_t gemm_bucket_below(int64_t bucket);
 
-// Of a gemm whose strides are filled in.
+// Of a gemm whose strides are filled in and whose C are the sums of its parts, where it has parts.
 struct gemm_product gemm_product_of(const struct gemm *gemm);
 int64_t gemm_product_rows(const struct gemm_product *product);
 // The same product of another count of rows.
@@ -37,8 +38,8 @@ struct gemm_product gemm_product_with_rows(const struct gemm_product *product, i
 bool gemm_product_equal(const struct gemm_product *a, const struct gemm_product *b);
 
 // "bf16 fp32 TN+ m 34816 n 5120 k 8192 lda 34816 ldb 5120 ldc 5120": types of A and B and of C, which
-// of A and B are transposed, + where something is added.
-enum { GEMM_PRODUCT_TEXT = 160, GEMM_ALGORITHM_TEXT = 132, GEMM_ALGORITHMS = 512 };
+// of A and B are transposed, + where something is added; then " parts 8" where k has parts.
+enum { GEMM_PRODUCT_TEXT = 192, GEMM_ALGORITHM_TEXT = 132, GEMM_ALGORITHMS = 512 };
 void gemm_product_print(const struct gemm_product *product, char text[GEMM_PRODUCT_TEXT]);
 // -1 when it is not exactly what gemm_product_print writes.
 int gemm_product_parse(struct gemm_product *product, const char *text);

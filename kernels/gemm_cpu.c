@@ -161,11 +161,46 @@ static void choose_tiles(const struct gemm *g, int64_t threads, int64_t *tile_m,
     }
 }
 
+static void add_parts(struct stream *stream, const struct gemm *g)
+{
+#pragma omp parallel for num_threads(team(stream, g->m * g->n * g->parts)) schedule(static)
+    for (int64_t row = 0; row < g->m; row++) {
+        const float *sums = g->part_sums + row * g->part_stride;
+        float *c = (float *)g->c + row * g->ldc;
+        for (int64_t j = 0; j < g->n; j++) {
+            float sum = sums[j];
+            for (int64_t part = 1; part < g->parts; part++)
+                sum += sums[part * g->n + j];
+            c[j] = sum;
+        }
+    }
+}
+
+static void multiply_parts(struct stream *stream, const struct gemm *g)
+{
+    struct gemm one = *g;
+    int64_t step_b = g->k / g->parts * (g->transpose_b ? 1 : g->ldb);
+    one.parts = 1;
+    one.k = g->k / g->parts;
+    one.ldc = g->part_stride;
+    for (int64_t part = 0; part < g->parts; part++) {
+        one.a = row_at(g->a, g->a_type, part, one.k);
+        one.b = row_at(g->b, g->b_type, part, step_b);
+        one.c = g->part_sums + part * g->n;
+        gemm_cpu(stream, &one);
+    }
+    add_parts(stream, g);
+}
+
 void gemm_cpu(struct stream *stream, const struct gemm *gemm)
 {
     struct gemm g = gemm_with_strides(gemm);
     if (g.m == 0 || g.n == 0)
         return;
+    if (g.parts > 1) {
+        multiply_parts(stream, &g);
+        return;
+    }
     bool f32 = g.a_type == DTYPE_F32 && g.c_type == DTYPE_F32;
     int64_t tile_m = BLOCK_M, tile_n = BLOCK_N;
     if (f32)

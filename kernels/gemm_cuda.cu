@@ -2,14 +2,18 @@
 // chosen for its bucket of rows, where there is one and it works at these sizes; else with the first
 // that the library proposes, which depends on sizes and alignment only. Splits of the inner dimension
 // are allowed only where their parts are added in a fixed order. fp32 is multiplied as fp32, never as
-// TF32. Does not own the choice (see gemm_tune_cuda.cu).
+// TF32. Parts of the inner dimension are a batch of products, whose sums an own kernel adds in order.
+// Does not own the choice (see gemm_tune_cuda.cu).
 #include "kernels/gemm.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 #include "kernels/arguments.h"
+#include "kernels/cuda_vector.cuh"
 #include "kernels/gemm_cuda.cuh"
+
+enum { SUM_THREADS = 256 }; // of a row of C
 
 static cudaDataType_t data_type(enum dtype type)
 {
@@ -41,11 +45,32 @@ void gemm_forget_plans(struct gemm_state *state)
 
 // ---- the library's view
 
+// Parts of k are a batch of products.
+static void set_batch(cublasLtMatrixLayoutOpaque_t *layout, int64_t parts, int64_t step)
+{
+    int32_t count = (int32_t)parts;
+    cublas_check(cublasLtMatrixLayoutSetAttribute(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT,
+                                                  &count, sizeof(count)));
+    cublas_check(cublasLtMatrixLayoutSetAttribute(
+        layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &step, sizeof(step)));
+}
+
+// Elements from a part of k to the next.
+static int64_t step_in_a(int64_t k, int64_t parts)
+{
+    return k / parts; // A is not transposed
+}
+
+static int64_t step_in_b(int64_t k, int64_t parts, bool transpose_b, int64_t ldb)
+{
+    return k / parts * (transpose_b ? 1 : ldb);
+}
+
 void gemm_problem_init(struct gemm_problem *p, const struct gemm_product *g)
 {
     cublasOperation_t a = g->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
     cublasOperation_t b = g->transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
-    uint64_t m = (uint64_t)g->m, n = (uint64_t)g->n, k = (uint64_t)g->k;
+    uint64_t m = (uint64_t)g->m, n = (uint64_t)g->n, k = (uint64_t)(g->k / g->parts);
     cudaDataType_t in = data_type(g->in_type), out = data_type(g->out_type);
     cublas_check(cublasLtMatmulDescInit(&p->product, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     cublas_check(
@@ -57,18 +82,30 @@ void gemm_problem_init(struct gemm_problem *p, const struct gemm_product *g)
     cublas_check(cublasLtMatrixLayoutInit(&p->b, in, g->transpose_a ? m : k, g->transpose_a ? k : m,
                                           g->lda));
     cublas_check(cublasLtMatrixLayoutInit(&p->c, out, n, m, g->ldc));
+    if (g->parts > 1) {
+        set_batch(&p->a, g->parts, step_in_b(g->k, g->parts, g->transpose_b, g->ldb));
+        set_batch(&p->b, g->parts, step_in_a(g->k, g->parts));
+        set_batch(&p->c, g->parts, g->n);
+    }
 }
 
-static uint32_t alignment(const void *pointer)
+// Of this address and those that lie multiples of `step` elements behind it.
+static uint32_t alignment(const void *pointer, int64_t step, enum dtype type)
 {
-    uintptr_t address = (uintptr_t)pointer | 256;
+    uintptr_t address = (uintptr_t)pointer | (uintptr_t)step * dtype_size(type) | 256;
     return (uint32_t)(address & (~address + 1));
 }
 
 struct gemm_alignment gemm_alignment_of(const struct gemm *g)
 {
-    struct gemm_alignment result = {alignment(g->a), alignment(g->b), alignment(g->c),
-                                    alignment(g->d)};
+    int64_t a = 0, b = 0, c = 0;
+    if (g->parts > 1) {
+        a = step_in_a(g->k, g->parts);
+        b = step_in_b(g->k, g->parts, g->transpose_b, g->ldb);
+        c = g->n;
+    }
+    struct gemm_alignment result = {alignment(g->a, a, g->a_type), alignment(g->b, b, g->b_type),
+                                    alignment(g->c, c, g->c_type), alignment(g->d, c, g->c_type)};
     return result;
 }
 
@@ -175,8 +212,8 @@ static size_t slot_of(const struct gemm_product *p, const struct gemm_alignment 
                                 (uint64_t)p->lda,
                                 (uint64_t)p->ldb,
                                 (uint64_t)p->ldc,
-                                (uint64_t)p->transpose_a << 2 | (uint64_t)p->transpose_b << 1 |
-                                    (uint64_t)p->add,
+                                (uint64_t)p->parts << 3 | (uint64_t)p->transpose_a << 2 |
+                                    (uint64_t)p->transpose_b << 1 | (uint64_t)p->add,
                                 (uint64_t)p->in_type << 8 | (uint64_t)p->out_type,
                                 (uint64_t)align->a << 32 | align->b,
                                 (uint64_t)align->c << 32 | align->d};
@@ -237,9 +274,53 @@ static struct gemm with_defaults(const struct gemm *gemm)
 {
     struct gemm g = gemm_with_strides(gemm);
     BUG_UNLESS(g.a_type == g.c_type || g.c_type == DTYPE_F32);
+    if (g.parts > 1) { // what is multiplied and what algorithms are chosen for
+        g.c = g.part_sums;
+        g.ldc = g.part_stride;
+    }
     if (g.d == NULL || g.beta == 0.0f)
         g.d = g.c;
     return g;
+}
+
+// One CTA a row of C: its sums of parts, added in order.
+template <int N>
+static __global__ void __launch_bounds__(SUM_THREADS)
+    add_parts_kernel(const float *sums, int64_t stride, int64_t parts, int64_t n, float *c,
+                     int64_t ldc)
+{
+    const float *from = sums + blockIdx.x * stride;
+    for (int64_t column = threadIdx.x * N; column < n; column += (int64_t)blockDim.x * N) {
+        float sum[N];
+        struct pack<float, N> first = pack_load_once<N>(from + column);
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            sum[i] = pack_value(first, i);
+#pragma unroll 4
+        for (int64_t part = 1; part < parts; part++) {
+            struct pack<float, N> next = pack_load_once<N>(from + part * n + column);
+#pragma unroll
+            for (int i = 0; i < N; i++)
+                sum[i] += pack_value(next, i);
+        }
+        store_values<N>(c + blockIdx.x * ldc + column, sum);
+    }
+}
+
+static void add_parts(struct stream *stream, const struct gemm *gemm)
+{
+    enum { N = 4 };
+    struct gemm g = gemm_with_strides(gemm);
+    float *c = (float *)g.c;
+    unsigned grid = grid_size(g.m);
+    if (packs_at(g.part_sums) && packs_at(c) && packs_in(g.part_stride, N) && packs_in(g.n, N) &&
+        packs_in(g.ldc, N))
+        add_parts_kernel<N><<<grid, SUM_THREADS, 0, stream->cuda>>>(g.part_sums, g.part_stride,
+                                                                    g.parts, g.n, c, g.ldc);
+    else
+        add_parts_kernel<1><<<grid, SUM_THREADS, 0, stream->cuda>>>(g.part_sums, g.part_stride,
+                                                                    g.parts, g.n, c, g.ldc);
+    launch_check();
 }
 
 // Keeps of each product the call with the most rows.
@@ -272,4 +353,6 @@ void gemm_cuda(struct stream *stream, const struct gemm *gemm)
         record(state, &g);
     struct gemm_plan *plan = plan_for(stream, &g);
     gemm_run(stream, &g, &plan->problem, &plan->algorithm);
+    if (g.parts > 1)
+        add_parts(stream, gemm);
 }

@@ -99,13 +99,14 @@ void fill_operands(struct stream *stream, const struct gemm *g)
 
 uint64_t digest_of(struct stream *stream, const struct gemm *g)
 {
+    int64_t columns = g->n * g->parts;
     unsigned long long *sum = (unsigned long long *)stream->workspace, result = 0;
     cuda_check(cudaMemsetAsync(sum, 0, sizeof(*sum), stream->cuda));
     if (is_bf16(g->c_type))
-        digest_kernel<<<FILL_CTAS, THREADS, 0, stream->cuda>>>((const bf16_t *)g->c, g->m, g->n,
+        digest_kernel<<<FILL_CTAS, THREADS, 0, stream->cuda>>>((const bf16_t *)g->c, g->m, columns,
                                                                g->ldc, sum);
     else
-        digest_kernel<<<FILL_CTAS, THREADS, 0, stream->cuda>>>((const float *)g->c, g->m, g->n,
+        digest_kernel<<<FILL_CTAS, THREADS, 0, stream->cuda>>>((const float *)g->c, g->m, columns,
                                                                g->ldc, sum);
     launch_check();
     cuda_check(cudaMemcpyAsync(&result, sum, sizeof(result), cudaMemcpyDeviceToHost, stream->cuda));

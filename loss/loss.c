@@ -27,7 +27,9 @@ enum {
     INDEX_LABEL,
     INDEX_POSITION,
     INDICES,
-    CHUNK_STEP = 128 // rows that a matrix product takes at a time: chunks are whole steps
+    CHUNK_STEP = 128,  // rows that a matrix product takes at a time: chunks are whole steps
+    MOST_PARTS = 8,    // of the vocabulary, in the product that makes dS
+    LEAST_PART = 30000 // of shorter parts, to add the sums would cost more than 1 % of the product
 };
 
 void loss_plan(struct loss *loss, const struct loss_options *options, struct arena *arena)
@@ -276,6 +278,46 @@ static void chunk_softmax(struct loss *loss, const struct backend *backend, stru
     backend->kernels->softmax_loss(stream, &op);
 }
 
+// C = [rows, H] has so few tiles that a GPU's last round of them is mostly idle: so the vocabulary is cut
+// into parts that each make a whole number of 16-byte accesses. Their sums lie in the half of a row of
+// logits that its gradient leaves free. The number of parts follows from the model's sizes alone.
+static int64_t gradient_parts(const struct loss_options *o)
+{
+    int64_t parts = MOST_PARTS;
+    if (dtype_size(o->logits) != 2 * dtype_size(o->compute))
+        return 1;
+    while (parts > 1 && (o->vocab % (8 * parts) != 0 || o->vocab / parts < LEAST_PART ||
+                         parts * o->hidden > o->vocab / 2))
+        parts /= 2;
+    return parts;
+}
+
+// dS = G W, where the softmax left G in the rows of the logits.
+static void chunk_gradient(struct loss *loss, const struct backend *backend, struct stream *stream,
+                           const struct loss_chunk *chunk)
+{
+    const struct loss_options *o = &loss->options;
+    size_t ratio = dtype_size(o->logits) / dtype_size(o->compute);
+    int64_t parts = gradient_parts(o);
+    struct gemm product = {.m = chunk->rows,
+                           .n = o->hidden,
+                           .k = o->vocab,
+                           .alpha = o->logit_scale,
+                           .a = loss->logits,
+                           .lda = o->vocab * (int64_t)ratio,
+                           .b = o->head,
+                           .c = loss->gradient + chunk->first * o->hidden,
+                           .a_type = o->compute,
+                           .b_type = o->compute,
+                           .c_type = DTYPE_F32,
+                           .parts = parts};
+    if (parts > 1) {
+        product.part_sums = (float *)loss->logits + o->vocab / 2;
+        product.part_stride = o->vocab;
+    }
+    backend->kernels->gemm(stream, &product);
+}
+
 static void chunk_run(struct loss *loss, const struct backend *backend, struct stream *stream,
                       const struct loss_group *group, const struct loss_chunk *chunk)
 {
@@ -310,20 +352,8 @@ static void chunk_run(struct loss *loss, const struct backend *backend, struct s
                                                   .b_type = o->compute,
                                                   .c_type = o->logits});
     chunk_softmax(loss, backend, stream, group, chunk, teacher);
-    if (group->dhidden == NULL)
-        return;
-    size_t ratio = dtype_size(o->logits) / dtype_size(o->compute);
-    backend->kernels->gemm(stream, &(struct gemm){.m = chunk->rows,
-                                                  .n = o->hidden,
-                                                  .k = o->vocab,
-                                                  .alpha = o->logit_scale,
-                                                  .a = loss->logits,
-                                                  .lda = o->vocab * (int64_t)ratio,
-                                                  .b = o->head,
-                                                  .c = loss->gradient + at * o->hidden,
-                                                  .a_type = o->compute,
-                                                  .b_type = o->compute,
-                                                  .c_type = DTYPE_F32});
+    if (group->dhidden != NULL)
+        chunk_gradient(loss, backend, stream, chunk);
 }
 
 // Statistics on their way to the host. What follows on the stream waits for them: it may overwrite them.

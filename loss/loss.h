@@ -31,7 +31,7 @@ struct loss {
     struct loss_options options;
     float weight[LOSS_TERM_COUNT];
     // backend memory
-    void *logits;    // [chunk_rows, V] students, then distinct teachers
+    void *logits;    // [chunk_rows, V] students, then distinct teachers; later G and sums of dS
     void *student;   // [chunk_rows, H] gathered hidden states
     void *teacher;   // [chunk_rows, H] gathered last hidden states, normed
     float *gradient; // [group_rows, H] unweighted dS, in sorted order

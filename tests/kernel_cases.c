@@ -75,6 +75,12 @@ const struct kernel_case kernel_cases[] = {
      904,
      SUM_CUT(7)},
     {"gemm", {67, 101, 43}, DTYPE_F32, CASE_BETA_ONE | CASE_UNALIGNED, 902, SUM_F32(8)},
+    // Parts of k, aligned as a model's are, and not.
+    {"gemm", {131, 264, 2048, 4}, DTYPE_BF16, CASE_TO_F32, 925, SUM_CUT(46)},
+    {"gemm", {129, 255, 1250, 5}, DTYPE_BF16, CASE_TO_F32 | CASE_STRIDED, 926, SUM_CUT(36)},
+    {"gemm", {67, 72, 1024, 8}, DTYPE_BF16, TB | CASE_TO_F32 | CASE_UNALIGNED, 927, SUM_CUT(32)},
+    {"gemm", {7, 13, 999, 3}, DTYPE_F32, TB | CASE_STRIDED, 928, SUM_F32(32)},
+    {"gemm", {300, 576, 65536, 2}, DTYPE_BF16, CASE_TO_F32 | CASE_BENCH, 929, SUM_CUT(256)},
     {"gemm", {448, 49152, 576}, DTYPE_F32, TB | CASE_BENCH, 21, SUM_F32(24)},
     {"gemm", {448, 576, 49152}, DTYPE_F32, CASE_BENCH, 22, SUM_F32(222)},
     {"gemm", {512, 3072, 576}, DTYPE_F32, TB | CASE_BENCH, 23, SUM_F32(24)},

@@ -46,7 +46,8 @@ static const struct gemm_product product = {.m = 34816,
                                             .transpose_a = true,
                                             .add = true,
                                             .in_type = DTYPE_BF16,
-                                            .out_type = DTYPE_F32};
+                                            .out_type = DTYPE_F32,
+                                            .parts = 1};
 
 static void names_say_everything(void **state)
 {
@@ -67,9 +68,15 @@ static void names_say_everything(void **state)
         struct gemm_product other = gemm_product_with_rows(&p, 77);
         assert_int_equal(gemm_product_rows(&other), 77);
         assert_false(gemm_product_equal(&other, &p));
+        p.parts = 8;
+        assert_false(gemm_product_equal(&read, &p));
+        gemm_product_print(&p, text);
+        // Parts are of products without a transposed A and without a sum.
+        assert_int_equal(gemm_product_parse(&read, text), bits & (1 | 4) ? -1 : 0);
+        assert_true(gemm_product_equal(&read, &p));
     }
-    struct gemm_product large = {LONG_MAX, LONG_MAX, LONG_MAX, LONG_MAX,   LONG_MAX,  LONG_MAX,
-                                 true,     true,     true,     DTYPE_BF16, DTYPE_BF16};
+    struct gemm_product large = {LONG_MAX, LONG_MAX, LONG_MAX, LONG_MAX,   LONG_MAX,   LONG_MAX,
+                                 false,    true,     false,    DTYPE_BF16, DTYPE_BF16, LONG_MAX};
     gemm_product_print(&large, text);
     assert_int_equal(gemm_product_parse(&read, text), 0);
     assert_true(gemm_product_equal(&read, &large));
@@ -87,6 +94,10 @@ static void other_names_are_refused(void **state)
         "bf16 fp64 TN+ m 1 n 2 k 3 lda 4 ldb 5 ldc 6",
         "bf16 fp32 TN+ m 0 n 2 k 3 lda 4 ldb 5 ldc 6",
         "bf16 fp32 TN+ m 1 n -2 k 3 lda 4 ldb 5 ldc 6",
+        "bf16 fp32 NN= m 1 n 2 k 4 lda 4 ldb 5 ldc 6 parts 1",
+        "bf16 fp32 NN= m 1 n 2 k 4 lda 4 ldb 5 ldc 6 parts 3",
+        "bf16 fp32 NN= m 1 n 2 k 4 lda 4 ldb 5 ldc 6 parts -2",
+        "bf16 fp32 NN= m 1 n 2 k 4 lda 4 ldb 5 ldc 6 parts",
     };
     struct gemm_product read;
     assert_int_equal(gemm_product_parse(&read, "bf16 fp32 TN+ m 1 n 2 k 3 lda 4 ldb 5 ldc 6"), 0);
@@ -197,7 +208,7 @@ static void damaged_algorithms_are_refused(void **state)
 
 // ---- on a GPU
 
-enum { ROWS = 1000, OUT = 384, IN = 512, SHAPES = 4, FEWER = 3 };
+enum { ROWS = 1000, OUT = 384, IN = 512, FEW = 72, PARTS = 4, SHAPES = 5, FEWER = 3 };
 
 // Buffers of products with ROWS rows, and one more odd size.
 struct bench {
@@ -251,7 +262,7 @@ static void put_inputs(struct bench *bench)
     bench->backend->zero(bench->stream, bench->y, bench->bytes);
 }
 
-// Forward, gradient of inputs, gradient of weights, and a forward with rows of an odd width.
+// Forward, gradient of inputs, gradient of weights, a forward with rows of an odd width, and one of parts.
 static struct gemm gemm_of(const struct bench *bench, int shape, int64_t rows)
 {
     struct gemm g = {.alpha = 1.0f, .a_type = DTYPE_BF16, .b_type = DTYPE_BF16};
@@ -265,6 +276,20 @@ static struct gemm gemm_of(const struct bench *bench, int shape, int64_t rows)
     g.transpose_a = shape == 2;
     g.transpose_b = shape == 0 || shape == 3;
     g.beta = shape == 2 ? 1.0f : 0.0f;
+    if (shape == 4)
+        g = (struct gemm){.m = rows,
+                          .n = FEW,
+                          .k = IN,
+                          .transpose_b = true,
+                          .alpha = 1.0f,
+                          .a = bench->x,
+                          .b = bench->weight,
+                          .c = bench->grad,
+                          .a_type = DTYPE_BF16,
+                          .b_type = DTYPE_BF16,
+                          .c_type = DTYPE_F32,
+                          .parts = PARTS,
+                          .part_sums = bench->y};
     return g;
 }
 

@@ -24,15 +24,19 @@ char *algorithm_cache_folder(const char *key)
     return memory_format("%s/.cache/dtrain", user->pw_dir);
 }
 
+// Raised where a step multiplies otherwise over the same buffers: files kept before lack products then.
+enum { PRODUCTS_VERSION = 2 };
+
 static uint64_t mix_text(uint64_t hash, const char *text)
 {
     return rng_mix(hash, crc32c(0, text, strlen(text)));
 }
 
-// The table has the shape of everything that a step multiplies.
+// The table has the shape of everything that a step multiplies; how, the version stands for.
 char *algorithm_cache_file(const char *folder, const struct arena *table, const struct execution *e)
 {
-    uint64_t hash = mix_text(mix_text(mix_text(0, e->hardware), e->library), e->kernels);
+    uint64_t hash = rng_mix(0, PRODUCTS_VERSION);
+    hash = mix_text(mix_text(mix_text(hash, e->hardware), e->library), e->kernels);
     for (size_t i = 0; i < table->count; i++) {
         const struct arena_entry *entry = &table->entries[i];
         hash = rng_mix(mix_text(hash, entry->name), (uint64_t)entry->dtype);

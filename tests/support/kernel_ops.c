@@ -22,7 +22,7 @@ static double no_flops(const struct kernel_case *c)
     return 0.0;
 }
 
-// gemm: m, n, k; TRANSPOSE_A, TRANSPOSE_B, BETA_ONE, BETA_D, TO_F32, STRIDED
+// gemm: m, n, k, parts of k (0: none); TRANSPOSE_A, TRANSPOSE_B, BETA_ONE, BETA_D, TO_F32, STRIDED
 static double gemm_alpha(const struct kernel_case *c)
 {
     return has(c, CASE_BETA_D) ? 0.5 : 1.0;
@@ -43,8 +43,10 @@ static void gemm_build(const struct kernel_case *c, struct kernel_run *run)
     run_add_normal(run, "c", has(c, CASE_BETA_ONE) ? TENSOR_CHANGED : TENSOR_OUT, out, m, n, 3.0);
     if (has(c, CASE_BETA_D))
         run_add_normal(run, "d", TENSOR_IN, out, m, n, 3.0);
+    if (c->shape[3] > 1)
+        run_add(run, "part_sums", TENSOR_SCRATCH, DTYPE_F32, m, c->shape[3] * n);
     for (int i = 0; i < run->count && has(c, CASE_STRIDED); i++)
-        run->tensors[i].stride += i < 2 ? 5 + i : 9; // c and d alike
+        run->tensors[i].stride += i < 2 ? 5 + i : 9; // c and d alike, sums of parts too
 }
 
 static void gemm_expect(const struct kernel_case *c, struct kernel_run *run)
@@ -75,7 +77,12 @@ static void gemm_call(const struct kernel_case *c, struct kernel_run *run)
                       .ldc = strided ? run_stride(run, "c") : 0,
                       .a_type = c->type,
                       .b_type = c->type,
-                      .c_type = out};
+                      .c_type = out,
+                      .parts = c->shape[3]};
+    if (op.parts > 1) {
+        op.part_sums = run_device(run, "part_sums");
+        op.part_stride = strided ? run_stride(run, "part_sums") : 0;
+    }
     run->backend->kernels->gemm(run->stream, &op);
 }
 
