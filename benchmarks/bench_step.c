@@ -4,7 +4,10 @@
 // after another, as in training), block rows per second, parts, device memory, loss; then the same numbers
 // of anchors in changing order, as the largest slow-down of a block row against the line before.
 // Usage: bench_step cpu|cuda|cuda-generic MODEL ANCHORS[,ANCHORS...] [section.key=value...]
-// MODEL: v4, qwen3-8b, small. A run's own settings of memory.* and kernels.* are given as key=value.
+// MODEL: v4, qwen3-8b, small. A run's own settings of memory.* and kernels.* are given as key=value, and
+// data.rows_per_step for steps of several such rows.
+// Started by torchrun or mpirun it is as many ranks, which share the rows of a step; rank 0 prints, also how long
+// what they exchange takes alone, and how much of it a step waits for.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -56,17 +59,41 @@ struct bench {
     struct params params;
     struct execution execution;
     int32_t plane[DFLASH_MAX_LAYERS];
+    struct ranks *ranks;
+    struct ownership ownership;
     struct step step;
     struct row row,
         twin;           // twin: the same arrays, so that one is copied while the other is computed
     size_t used_before; // device memory in use
     int64_t steps;      // so far
+    int64_t rows;       // so far, of this rank
     double loss;        // of the newest step
 };
 
 static void fail(const struct error *err)
 {
     die("%s", err->text);
+}
+
+// Of what rank 0 prints alone.
+static bool is_first(const struct bench *b)
+{
+    return ranks_rank(b->ranks) == 0;
+}
+
+// The GPU is chosen before the backend looks for one.
+static int join(struct bench *b, const char *backend)
+{
+    struct error err = {0};
+    b->config.run.device = strcmp(backend, "cpu") == 0 ? DEVICE_CPU : DEVICE_CUDA;
+    if (ranks_open(&b->ranks, &b->config, &err) != 0)
+        fail(&err);
+    int status = test_backend_named(&b->on, backend);
+    if (status == 0 && ranks_connect(b->ranks, b->on.backend, &err) != 0)
+        fail(&err);
+    if (status == 0 && b->on.generic)
+        b->config.kernels.path = KERNELS_GENERIC;
+    return status;
 }
 
 // Evenly distributed values of the given deviation, four from each draw.
@@ -122,9 +149,10 @@ static void make_target(struct bench *b, const struct model *model)
 static void make_config(struct bench *b, const struct model *model, const char *const *own,
                         int own_count)
 {
-    static const char *const common[] = {
-        "run.dir=unused", "run.compute=bf16",          "target.path=unused", "drafter.layers=5",
-        "loss.kl=1.0",    "loss.slot_decay_gamma=7.0", "optimizer.lr=1e-5"};
+    static const char *const common[] = {"run.dir=unused",     "run.compute=bf16",
+                                         "target.path=unused", "drafter.layers=5",
+                                         "loss.kl=1.0",        "loss.slot_decay_gamma=7.0",
+                                         "optimizer.lr=1e-5",  "data.rows_per_step=1"};
     enum { COMMON = sizeof(common) / sizeof(*common), MOST = 32 };
     const char *sets[MOST];
     size_t count = 0;
@@ -138,8 +166,6 @@ static void make_config(struct bench *b, const struct model *model, const char *
     config_init(&b->config);
     if (config_load(&b->config, NULL, sets, count, &err) != 0)
         fail(&err);
-    if (b->on.generic)
-        b->config.kernels.path = KERNELS_GENERIC;
 }
 
 static void open_step(struct bench *b)
@@ -154,6 +180,7 @@ static void open_step(struct bench *b)
     if (dflash_sizes_resolve(&b->sizes, &b->config.drafter, &b->target, ids, FEATURES, &err) != 0)
         fail(&err);
     dflash_params(&b->sizes, &b->params);
+    ownership_open(&b->ownership, &b->params, ranks_size(b->ranks), ranks_rank(b->ranks));
     if (execution_choose(&b->execution, &b->config, &b->sizes, b->on.backend, &err) != 0)
         fail(&err);
     struct step_setup setup = {.config = &b->config,
@@ -166,7 +193,9 @@ static void open_step(struct bench *b)
                                .plane = b->plane,
                                .last_plane = FEATURES,
                                .last_hidden = LAST_HIDDEN_POST_NORM,
-                               .training = true};
+                               .training = true,
+                               .ownership = &b->ownership,
+                               .ranks = b->ranks};
     if (step_open(&b->step, &setup, &err) != 0)
         fail(&err);
     double opened = timer_now();
@@ -174,8 +203,9 @@ static void open_step(struct bench *b)
     double initialized = timer_now();
     if (step_tune(&b->step, &b->execution, &err) != 0)
         fail(&err);
-    printf("start: memory and target %.1f s, weights %.1f s, products %.1f s\n", opened - begin,
-           initialized - opened, timer_now() - initialized);
+    if (is_first(b))
+        printf("start: memory and target %.1f s, weights %.1f s, products %.1f s\n", opened - begin,
+               initialized - opened, timer_now() - initialized);
 }
 
 static void make_row(struct bench *b)
@@ -199,20 +229,40 @@ static size_t memory_used(const struct bench *b)
     return total - left;
 }
 
-// One step of `anchors` newly drawn anchors; the update may still be queued when it returns.
+// Rows of a step that are this rank's: they are all alike.
+static int64_t own_rows(const struct bench *b)
+{
+    int64_t rows = b->config.data.rows_per_step, ranks = ranks_size(b->ranks);
+    return rows / ranks + (ranks_rank(b->ranks) < rows % ranks);
+}
+
+// One step of `anchors` newly drawn anchors a row; the update may still be queued when it returns.
 static void run_step(struct bench *b, int64_t anchors)
 {
     struct step_outcome outcome;
+    int64_t rows = own_rows(b);
     b->config.anchors.max_anchors = anchors;
-    struct row *row = b->steps % 2 == 0 ? &b->row : &b->twin;
-    row->epoch = (uint64_t)b->steps;
     step_begin(&b->step);
-    step_stage_row(&b->step, row == &b->row ? &b->twin : &b->row); // the next step's
-    step_row(&b->step, row);
+    for (int64_t r = 0; r < rows; r++, b->rows++) {
+        struct row *row = b->rows % 2 == 0 ? &b->row : &b->twin;
+        row->epoch = (uint64_t)(b->rows * ranks_size(b->ranks) + ranks_rank(b->ranks));
+        if (r + 1 == rows)
+            step_last_row(&b->step);
+        step_stage_row(&b->step, row == &b->row ? &b->twin : &b->row); // the next one
+        step_row(&b->step, row);
+    }
     step_apply(&b->step, 1e-5, ++b->steps, &outcome);
     if (!outcome.applied)
         die("step %lld: no update, gradient of %s", (long long)b->steps, outcome.tensor);
     b->loss = b->step.metrics.loss / b->step.metrics.weight;
+}
+
+// Whether all ranks take another step: rank 0's clock decides.
+static bool goes_on(struct bench *b, int64_t steps, double seconds)
+{
+    bool on = steps < LEAST_STEPS || seconds < enough_seconds;
+    ranks_share(b->ranks, &on, sizeof(on), 0);
+    return on;
 }
 
 // Seconds a step, and of the parts; *block_rows of a step.
@@ -224,7 +274,7 @@ static double measure(struct bench *b, int64_t anchors, double *part, double *bl
     double begin = timer_now(), seconds = 0.0;
     int64_t steps = 0;
     memset(part, 0, STEP_PARTS * sizeof(*part));
-    for (; steps < LEAST_STEPS || seconds < enough_seconds; steps++) {
+    for (; goes_on(b, steps, seconds); steps++) {
         run_step(b, anchors);
         for (int i = 0; i < STEP_PARTS; i++)
             part[i] += b->step.clock.seconds[i];
@@ -243,14 +293,63 @@ static void print_steps(struct bench *b, const char *model, int64_t anchors, dou
     double part[STEP_PARTS], rows = 0.0;
     double seconds = measure(b, anchors, part, &rows);
     *per_row = seconds / rows;
+    if (!is_first(b))
+        return;
+    double step_rows = (double)b->config.data.rows_per_step;
     printf(
         "%-9s %5lld anchors: %8.1f ms, %7.0f block rows/s; forward %.0f, loss %.0f, backward %.0f, "
-        "optimizer %.0f ms; planned %.2f GiB, in use %.2f more than before; loss %.4f\n",
+        "optimizer %.0f ms; planned %.2f GiB, in use %.2f more than before; loss %.4f; %.3f rows/s "
+        "of %d ranks, exchange waited for %.2f ms\n",
         model, (long long)anchors, 1e3 * seconds, rows / seconds, 1e3 * part[STEP_FORWARD],
         1e3 * part[STEP_LOSS], 1e3 * part[STEP_BACKWARD], 1e3 * part[STEP_OPTIMIZER],
         (double)b->step.arena.bytes / 0x1p30,
-        ((double)memory_used(b) - (double)b->used_before) / 0x1p30, b->loss);
+        ((double)memory_used(b) - (double)b->used_before) / 0x1p30, b->loss, step_rows / seconds,
+        ranks_size(b->ranks), 1e3 * part[STEP_EXCHANGE]);
     fflush(stdout);
+}
+
+static void reduce_all(struct bench *b)
+{
+    ranks_group_begin(b->ranks);
+    for (size_t i = 0; i < b->params.count; i++)
+        ranks_reduce(b->ranks, b->step.grads + b->params.items[i].offset, b->params.items[i].count,
+                     b->ownership.owner[i]);
+    ranks_group_end(b->ranks);
+    ranks_mark(b->ranks, 0);
+    ranks_wait(b->ranks, 0);
+}
+
+static void broadcast_all(struct bench *b)
+{
+    for (int part = 0; part < b->params.parts; part++)
+        step_exchange_weights(&b->step, part);
+    step_exchange_settle(&b->step);
+}
+
+// Milliseconds, with nothing beside it.
+static double time_alone(struct bench *b, void (*exchange)(struct bench *b))
+{
+    enum { TIMES = 5 };
+    double begin = 0.0;
+    for (int i = 0; i <= TIMES; i++) { // the first warms up
+        exchange(b);
+        b->on.backend->sync(b->step.stream);
+        if (i == 0)
+            begin = timer_now();
+    }
+    return 1e3 * (timer_now() - begin) / TIMES;
+}
+
+static void print_exchange(struct bench *b)
+{
+    double elements = (double)b->params.trainable;
+    double bytes = (double)dtype_size(b->step.dflash.options.compute);
+    if (ranks_size(b->ranks) == 1)
+        return;
+    double reduce = time_alone(b, reduce_all), broadcast = time_alone(b, broadcast_all);
+    if (is_first(b))
+        printf("exchange alone: gradients %.2f ms (%.0f GB/s), weights %.2f ms (%.0f GB/s)\n",
+               reduce, 4e-6 * elements / reduce, broadcast, 1e-6 * bytes * elements / broadcast);
 }
 
 // Numbers of anchors from both ends of the list in turn, each step alone.
@@ -273,9 +372,10 @@ static void print_changing(struct bench *b, const int64_t *anchors, const double
             at = anchors[k];
         }
     }
-    printf("in changing order: a block row at most %.2f times its time above (%lld anchors); "
-           "memory %+.2f GiB\n",
-           worst, (long long)at, ((double)memory_used(b) - (double)used) / 0x1p30);
+    if (is_first(b))
+        printf("in changing order: a block row at most %.2f times its time above (%lld anchors); "
+               "memory %+.2f GiB\n",
+               worst, (long long)at, ((double)memory_used(b) - (double)used) / 0x1p30);
 }
 
 static int parse_anchors(const char *text, int64_t *anchors)
@@ -301,6 +401,8 @@ static const struct model *find_model(const char *name)
 
 static void bench_close(struct bench *b)
 {
+    ranks_close(b->ranks);
+    ownership_close(&b->ownership);
     step_close(&b->step);
     b->on.backend->host_free(b->row.hidden);
     b->row.hidden = NULL;
@@ -324,23 +426,26 @@ int main(int argc, char **argv)
                         "[section.key=value...]\n");
         return 2;
     }
-    int status = test_backend_named(&b.on, argv[1]);
-    if (status != 0)
-        return status;
     const struct model *model = find_model(argv[2]);
     int count = parse_anchors(argv[3], anchors);
+    make_config(&b, model, (const char *const *)argv + 4, argc - 4);
+    int status = join(&b, argv[1]);
+    if (status != 0)
+        return status;
     double begin = timer_now();
     b.used_before = memory_used(&b);
-    make_config(&b, model, (const char *const *)argv + 4, argc - 4);
     make_target(&b, model);
     open_step(&b);
     make_row(&b);
-    printf("%s: ready after %.1f s; groups of %lld rows, chunks of %lld, recompute %s, logits %s\n",
-           b.execution.hardware, timer_now() - begin, (long long)b.execution.group_rows,
-           (long long)b.execution.chunk_rows, b.execution.recompute, b.execution.logits);
+    if (is_first(&b))
+        printf("%s: ready after %.1f s; groups of %lld rows, chunks of %lld, recompute %s, logits "
+               "%s\n",
+               b.execution.hardware, timer_now() - begin, (long long)b.execution.group_rows,
+               (long long)b.execution.chunk_rows, b.execution.recompute, b.execution.logits);
     for (int i = 0; i < count; i++)
         print_steps(&b, model->name, anchors[i], &per_row[i]);
     print_changing(&b, anchors, per_row, count);
+    print_exchange(&b);
     bench_close(&b);
     return 0;
 }
