@@ -228,7 +228,7 @@ const struct kernel_case kernel_cases[] = {
     {"context_load", {7, 5, 5, 5120}, DTYPE_BF16, CASE_FLOAT8 | CASE_BLANK, 377, EXACT},
     {"context_load", {11, 3, 2, 1032}, DTYPE_BF16, CASE_FLOAT8 | CASE_UNALIGNED, 378, EXACT},
     {"context_load", {11, 3, 2, 1032}, DTYPE_F32, CASE_FLOAT8 | CASE_NORMAL, 379, NOISE},
-    {"context_load", {11, 3, 2, 1032}, DTYPE_BF16, CASE_FLOAT8 | CASE_UNIFORM, 380, NOISE},
+    {"context_load", {11, 3, 2, 1032}, DTYPE_BF16, CASE_FLOAT8 | CASE_UNIFORM, 930, NOISE},
 
     {"attention_forward", {1, 1, 1, 1, 1, 2}, DTYPE_F32, 0, 120, ATTENTION_F32},
     {"attention_forward", {3, 5, 0, 2, 1, 6}, DTYPE_F32, CASE_CAUSAL, 121, ATTENTION_F32},
