@@ -126,7 +126,7 @@ def read_log(text):
     """Seconds and tokens of answering and of capturing, by the log's own clock."""
     facts, lines = {}, re.findall(r"^(\d\d:\d\d:\d\d) (.*)$", text, re.M)
     times = {name: [clock(at) for at, line in lines if re.search(pattern, line)] for name, pattern in {
-        "asked": r"^answering ", "answered": r"^answered ", "captured": r"tokens/s, .* padding$", "planned": r"bytes needed"}.items()}
+        "asked": r"^answering ", "answered": r"^answered ", "captured": r"tokens/s.* padding", "planned": r"bytes needed"}.items()}
     if times["asked"] and times["answered"]:
         facts["answer_seconds"] = (times["answered"][-1] - times["asked"][0]) % 86400
         facts["answer_rates"] = [int(rate) for rate in re.findall(r"answered \d+/\d+, (\d+) tokens/s", text)][-4:]

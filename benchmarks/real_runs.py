@@ -48,8 +48,8 @@ class Runner:
         self.dtrain = str(pathlib.Path(args.dtrain).resolve())
         self.seq_len = args.seq_len
 
-    def call(self, command, log, limit):
-        """-> output. Raises with the last lines of the log."""
+    def call(self, command, log, limit, accepted=(0,)):
+        """-> output. Raises with the last lines of the log unless the exit status is an accepted one."""
         begin = time.monotonic()
         with open(log, "w", encoding="utf-8") as file:
             try:
@@ -59,7 +59,7 @@ class Runner:
             except subprocess.TimeoutExpired:
                 status = f"stopped after {time.monotonic() - begin:.0f} s"
         text = pathlib.Path(log).read_text(errors="replace")
-        if status != 0:
+        if status not in accepted:
             raise RuntimeError(f"{pathlib.Path(log).name}: {status}: {text[-1200:]}")
         return text
 
@@ -199,8 +199,10 @@ log: {{every: 100, tensorboard: false}}
         shards = sorted(self.val.parent.glob(self.val.name))
         command = [sys.executable, DECODE, *model, "--drafter", self.export(run, step), "--shard", *shards, "--limit", documents,
                    "--dtype", "float32", "--device", a.device, "--bf16-features", "--blocks-out", blocks]
-        text = self.call(command, folder / "decode.log", limit)
+        text = self.call(command, folder / "decode.log", limit, accepted=(0, 1))  # 1: a difference that is no tie
         found = acceptance.read_blocks(blocks)
+        if not found:
+            raise RuntimeError(f"{run.name}: no block decoded: {text[-800:]}")
         scored = acceptance.read_blocks(folder / f"blocks-{step}.jsonl")
         same = sum(scored.get(key) == value for key, value in found.items())
         seen = {document for document, _ in found}

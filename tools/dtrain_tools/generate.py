@@ -41,7 +41,7 @@ class RoomyLayer(DynamicLayer):
 
     def update(self, key_states, value_states, *_args, **_kwargs):
         if self.buffers is None:
-            self.lazy_initialization(key_states, value_states)
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
             self.buffers = [some.new_empty(*some.shape[:2], self.room, some.shape[3])
                             for some in (key_states, value_states)]
         begin, self.length = self.length, self.length + key_states.shape[2]
