@@ -136,9 +136,8 @@ static void print_device(const struct plan_report *r, FILE *out)
         print_rank_row(r, out, part, unit);
     print_share(r, out);
     print_shared(r, out, unit);
-    fprintf(out,
-            "  One rank is what this version runs. On more, optimizer state and master weights\n"
-            "  belong to ranks as whole tensors; what NCCL takes for itself is not counted.\n");
+    fprintf(out, "  On several ranks optimizer state and master weights belong to ranks as whole\n"
+                 "  tensors; what NCCL takes for itself is not counted.\n");
 }
 
 static void print_host(const struct plan_report *r, FILE *out)
@@ -204,8 +203,8 @@ static void print_work(const struct plan_report *r, FILE *out)
     fprintf(out, "  %-20s %9.2f s at %.0f TFLOP/s and %.1f TB/s for the update, on one GPU\n",
             "at least", w->seconds, r->tflops, plan_bandwidth * 1e-12);
     if (r->input->subject.ranks > 1)
-        fprintf(out, "  %-20s %9.2f s on %lld GPUs, which this version does not use\n", "outlook",
-                w->rank_seconds, (long long)r->input->subject.ranks);
+        fprintf(out, "  %-20s %9.2f s on %lld GPUs\n", "at least", w->rank_seconds,
+                (long long)r->input->subject.ranks);
 }
 
 static const char *time_text(double seconds, char text[PLAN_NUMBER_TEXT])
@@ -270,12 +269,12 @@ static void print_disk(const struct plan_report *r, FILE *out)
             byte_size_text(checkpoint, a), byte_size_text(checkpoint * kept, b), kept);
 }
 
-// An outlook on several ranks must not be taken for what a run of this version does.
+// What was asked for several ranks need not hold on one.
 static void print_one_rank(const struct plan_report *r, FILE *out)
 {
     char text[BYTE_SIZE_TEXT];
     size_t needed = plan_needed(r->plan, 1);
-    fprintf(out, "; an outlook: this version trains on one GPU, where this cut %s: %s",
+    fprintf(out, "; on one rank this cut %s: %s",
             needed <= r->device_memory ? "fits" : "does not fit",
             byte_size_text((double)needed, text));
 }
@@ -287,8 +286,7 @@ static void print_verdict(const struct plan_report *r, FILE *out)
     if (r->device_memory == 0) {
         fprintf(out, "\nneeds %s", byte_size_text(needed, need));
         if (r->input->subject.ranks > 1)
-            fprintf(out, " on each of %lld ranks, %s on the one GPU that this version trains on",
-                    (long long)r->input->subject.ranks,
+            fprintf(out, " on each of %lld ranks, %s on one", (long long)r->input->subject.ranks,
                     byte_size_text((double)plan_needed(r->plan, 1), have));
         fprintf(out, "; --device-memory 96GiB says whether that fits\n");
         return;
