@@ -147,7 +147,7 @@ static void a_rank_that_exits_ends_all(void **state)
 static void a_stopped_rank_ends_all(void **state)
 {
     (void)state;
-    must_end("stopped", "has said nothing for", TIMEOUT + 10);
+    must_end("stopped", "it is stopped, or its machine", TIMEOUT + 10);
 }
 
 static void a_rank_that_does_not_come_ends_all(void **state)
