@@ -38,7 +38,7 @@ static int run(int ranks, const char *scene)
         dup2(out, STDOUT_FILENO);
         dup2(out, STDERR_FILENO);
         execlp("mpirun", "mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none",
-               "-n", number, DTRAIN_RANKS_PROCESS, scene, timeout, folder, (char *)NULL);
+               "-n", number, DTRAIN_RANKS_PROCESS, scene, timeout, "cpu", folder, (char *)NULL);
         _exit(127);
     }
     while (waitpid(pid, &status, WNOHANG) == 0) {
