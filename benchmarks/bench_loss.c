@@ -21,7 +21,7 @@ enum {
     BLOCK = 16,
     RANDOM = 33554393 /* numbers that are drawn; the rest repeats them */
 };
-static const double tune_seconds = 0.4;
+static const double tune_seconds = 1.5;
 
 struct size {
     const char *name;

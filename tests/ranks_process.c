@@ -1,13 +1,16 @@
-// One rank that does what its first argument says, with the second as parallel.timeout; test_ranks starts several by mpirun. Exit status 0 when what
-// it expects came true.
+// One rank: ranks_process SCENE TIMEOUT cpu|cuda [WORD]. Does what the scene says, with TIMEOUT as parallel.timeout;
+// test_ranks starts several by mpirun, test_ranks_nccl by the supervisor. Exit status 0 when what it expects came true.
+#include <math.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
+#include "base/crc32c.h"
 #include "base/memory.h"
 #include "base/rng.h"
+#include "base/timer.h"
 #include "configs/config.h"
 #include "trainer/ranks.h"
 #include "trainer/signals.h"
@@ -16,6 +19,8 @@ struct rank {
     struct config config;
     struct ranks *ranks;
     int rank, size;
+    const struct backend *backend;
+    struct stream *stream;
 };
 
 #define EXPECT(condition)                                                                          \
@@ -32,36 +37,97 @@ static float value(int rank, int64_t i)
     return rng_normal(rng_key_make(7, 0, (uint64_t)rank, RNG_TEST), (uint64_t)i);
 }
 
+// Of two ranks there is one order to add in, and on CPUs there is one for any number.
+static bool close_enough(const struct rank *r, float sum, float got)
+{
+    if (r->size <= 2 || strcmp(r->backend->name, "cpu") == 0)
+        return memcmp(&sum, &got, sizeof(sum)) == 0;
+    return fabsf(sum - got) <= 1e-6f * (float)r->size;
+}
+
+// Copies in, exchange, copies out: nothing but the ranks' own order lies between them.
 static void check_reduce(struct rank *r, int64_t count, int owner)
 {
-    float *values = memory_alloc((size_t)count + 1, sizeof(*values));
+    size_t bytes = (size_t)(count + 1) * sizeof(float);
+    float *values = r->backend->host_alloc(bytes), *memory = r->backend->alloc(bytes);
     for (int64_t i = 0; i < count; i++)
         values[i] = value(r->rank, i);
     values[count] = 5.0f;
-    ranks_reduce(r->ranks, values, count, owner);
+    r->backend->copy_in(r->stream, memory, values, bytes);
+    ranks_reduce(r->ranks, memory, count, owner);
     ranks_mark(r->ranks, 0);
     ranks_wait(r->ranks, 0);
+    r->backend->copy_out(r->stream, values, memory, bytes);
+    r->backend->sync(r->stream);
     for (int64_t i = 0; r->rank == owner && i < count; i++) {
         float sum = value(0, i);
         for (int from = 1; from < r->size; from++)
             sum += value(from, i);
-        EXPECT(memcmp(&sum, &values[i], sizeof(sum)) == 0);
+        EXPECT(close_enough(r, sum, values[i]));
     }
     EXPECT(values[count] == 5.0f);
-    free(values);
+    r->backend->free(memory);
+    r->backend->host_free(values);
 }
 
 static void check_broadcast(struct rank *r, size_t size, int owner)
 {
-    unsigned char *bytes = memory_alloc(size + 1, 1);
+    unsigned char *bytes = r->backend->host_alloc(size + 1), *memory = r->backend->alloc(size + 1);
     for (size_t i = 0; i < size; i++)
         bytes[i] = r->rank == owner ? (unsigned char)(i * 7 + (size_t)owner) : 0;
     bytes[size] = 9;
-    ranks_broadcast(r->ranks, bytes, size, owner);
+    r->backend->copy_in(r->stream, memory, bytes, size + 1);
+    ranks_broadcast(r->ranks, memory, size, owner);
+    ranks_mark(r->ranks, 1);
+    ranks_wait(r->ranks, 1);
+    r->backend->copy_out(r->stream, bytes, memory, size + 1);
+    r->backend->sync(r->stream);
     for (size_t i = 0; i < size; i++)
         EXPECT(bytes[i] == (unsigned char)(i * 7 + (size_t)owner));
     EXPECT(bytes[size] == 9);
-    free(bytes);
+    r->backend->free(memory);
+    r->backend->host_free(bytes);
+}
+
+// Tensors of all owners in one launch, as a step gives them away; and again, for the same bits. The owners print a
+// checksum, for two runs to be compared.
+static void check_groups(struct rank *r)
+{
+    enum { TENSORS = 12 };
+    int64_t count[TENSORS], total = 0;
+    uint32_t crc[2] = {0, 0};
+    for (int i = 0; i < TENSORS; i++)
+        total += count[i] = i % 3 == 0 ? 7 : (1 << 18) + 77 * i;
+    size_t bytes = (size_t)total * sizeof(float);
+    float *values = r->backend->host_alloc(bytes), *memory = r->backend->alloc(bytes);
+    for (int pass = 0; pass < 2; pass++) {
+        for (int64_t i = 0; i < total; i++)
+            values[i] = value(r->rank, i);
+        r->backend->copy_in(r->stream, memory, values, bytes);
+        ranks_group_begin(r->ranks);
+        int64_t at = 0;
+        for (int i = 0; i < TENSORS; at += count[i++])
+            ranks_reduce(r->ranks, memory + at, count[i], i % r->size);
+        ranks_group_end(r->ranks);
+        ranks_group_begin(r->ranks); // and back to everybody
+        at = 0;
+        for (int i = 0; i < TENSORS; at += count[i++])
+            ranks_broadcast(r->ranks, memory + at, (size_t)count[i] * sizeof(float), i % r->size);
+        ranks_group_end(r->ranks);
+        ranks_mark(r->ranks, RANKS_MARKS - 1);
+        ranks_wait(r->ranks, RANKS_MARKS - 1);
+        r->backend->copy_out(r->stream, values, memory, bytes);
+        r->backend->sync(r->stream);
+        crc[pass] = crc32c(0, values, bytes);
+    }
+    EXPECT(crc[0] == crc[1]);
+    int64_t own = crc[0], most = own;
+    ranks_max(r->ranks, &most, 1);
+    EXPECT(own == most);
+    if (r->rank == 0)
+        printf("sums %08x\n", crc[0]);
+    r->backend->free(memory);
+    r->backend->host_free(values);
 }
 
 static void check_host_values(struct rank *r)
@@ -92,6 +158,7 @@ static void exchange(struct rank *r)
             check_broadcast(r, (size_t)counts[i], owner);
         }
     check_host_values(r);
+    check_groups(r);
 }
 
 // The last rank is the one that something happens to.
@@ -130,6 +197,31 @@ static void stopped(struct rank *r)
     if (victim(r))
         raise(SIGSTOP);
     go_on(r);
+}
+
+// The main thread waits for the device, not for the ranks: exchanges that are queued stand still.
+static void queue_and_sync(struct rank *r, int signal_number)
+{
+    float *memory = r->backend->alloc(1 << 20);
+    exchanges(r, 5);
+    if (victim(r))
+        raise(signal_number);
+    for (;;) {
+        ranks_reduce(r->ranks, memory, (1 << 20) / sizeof(*memory), 0);
+        ranks_mark(r->ranks, 0);
+        ranks_wait(r->ranks, 0);
+        r->backend->sync(r->stream);
+    }
+}
+
+static void killed_queued(struct rank *r)
+{
+    queue_and_sync(r, SIGKILL);
+}
+
+static void stopped_queued(struct rank *r)
+{
+    queue_and_sync(r, SIGSTOP);
 }
 
 static void busy(struct rank *r)
@@ -195,32 +287,83 @@ static void confirmed(struct rank *r)
     }
 }
 
+// Reductions and broadcasts of 1.7e9 parameters in 64 tensors, in groups of 8, as a large step has them.
+static void speed(struct rank *r)
+{
+    enum { TENSORS = 64, GROUP = 8, PASSES = 5 };
+    const size_t count = 27000000, bytes = count * sizeof(float);
+    char *memory = r->backend->alloc(TENSORS * bytes);
+    for (int kind = 0; kind < 2; kind++) {
+        double start = 0.0;
+        for (int pass = -1; pass < PASSES; pass++) {
+            if (pass == 0)
+                start = timer_now();
+            for (int i = 0; i < TENSORS; i++) {
+                if (i % GROUP == 0)
+                    ranks_group_begin(r->ranks);
+                if (kind == 0)
+                    ranks_reduce(r->ranks, (float *)(memory + (size_t)i * bytes), (int64_t)count,
+                                 i % r->size);
+                else
+                    ranks_broadcast(r->ranks, memory + (size_t)i * bytes, bytes / 2, i % r->size);
+                if (i % GROUP == GROUP - 1)
+                    ranks_group_end(r->ranks);
+            }
+            ranks_mark(r->ranks, 0);
+            ranks_wait(r->ranks, 0);
+            r->backend->sync(r->stream);
+        }
+        if (r->rank == 0)
+            printf("%s of 1.73e9 %s: %.2f ms\n", kind == 0 ? "reduction" : "broadcast",
+                   kind == 0 ? "fp32" : "bf16", (timer_now() - start) / PASSES * 1e3);
+    }
+    double start = timer_now();
+    exchanges(r, 100);
+    if (r->rank == 0)
+        printf("a sum of host values: %.1f us\n", (timer_now() - start) / 100 * 1e6);
+    r->backend->free(memory);
+}
+
 int main(int argc, char **argv)
 {
     static const struct {
         const char *name;
         void (*run)(struct rank *r);
-    } scenes[] = {{"exchange", exchange}, {"killed", killed},       {"stopped", stopped},
-                  {"busy", busy},         {"ended", ended},         {"fails", fails},
-                  {"all_fail", all_fail}, {"signalled", signalled}, {"confirmed", confirmed}};
+    } scenes[] = {{"exchange", exchange},
+                  {"killed", killed},
+                  {"stopped", stopped},
+                  {"busy", busy},
+                  {"ended", ended},
+                  {"fails", fails},
+                  {"all_fail", all_fail},
+                  {"signalled", signalled},
+                  {"confirmed", confirmed},
+                  {"killed_queued", killed_queued},
+                  {"stopped_queued", stopped_queued},
+                  {"speed", speed}};
     struct rank rank, *r = &rank;
     struct error err = {0};
-    if (argc < 3)
+    if (argc < 4)
         return 2;
+    bool cuda = strcmp(argv[3], "cuda") == 0;
     config_init(&r->config);
-    r->config.run.device = DEVICE_CPU;
+    r->config.run.device = cuda ? DEVICE_CUDA : DEVICE_CPU;
     r->config.parallel.timeout = atoi(argv[2]);
     if (ranks_open(&r->ranks, &r->config, &err) != 0 ||
-        ranks_connect(r->ranks, backend_cpu(), &err) != 0) {
+        (r->backend = cuda ? backend_cuda(&err) : backend_cpu()) == NULL ||
+        ranks_connect(r->ranks, r->backend, &err) != 0) {
         fprintf(stderr, "%s\n", err.text);
         return 2;
     }
     r->rank = ranks_rank(r->ranks);
     r->size = ranks_size(r->ranks);
+    r->stream = r->backend->stream_open(&(struct stream_options){.threads = 1});
+    ranks_compute(r->ranks, r->stream);
     for (size_t i = 0; i < sizeof(scenes) / sizeof(scenes[0]); i++)
         if (strcmp(scenes[i].name, argv[1]) == 0)
             scenes[i].run(r);
     ranks_close(r->ranks);
+    r->backend->stream_close(r->stream);
     config_release(&r->config);
     return 0;
 }

@@ -9,6 +9,7 @@
 #include "trainer/commands.h"
 #include "trainer/rank_control_internal.h"
 
+static const double silence_seconds = 2.0;  // that mean more than a late heartbeat
 static const double left_seconds = 5.0;     // to wait for one that has left in good order
 static const double rank0_seconds = 5.0;    // by which the others judge later than rank 0
 static const double death_seconds = 2.0;    // for the process to end by itself after a death
@@ -39,7 +40,13 @@ static void end(struct control *c, bool death, const char *text)
     c->end.death = death;
     c->end.when = timer_now();
     snprintf(c->end.text, sizeof(c->end.text), "%s", text);
-    atomic_store(&c->ended, true);
+    if (death) {
+        // Should nobody read what is logged, the process ends all the same.
+        alarm((unsigned)(2.0 * leaving_seconds));
+        log_status_line(NULL);
+        log_error("%s", text);
+    }
+    atomic_store(&c->ended, true); // from here on the other threads may end the process
     pthread_cond_broadcast(&c->changed);
 }
 
@@ -57,8 +64,6 @@ static void end_by_death(struct control *c, const char *text)
 {
     tell_end(c, END_DEATH, text);
     end(c, true, text);
-    log_status_line(NULL);
-    log_error("%s", text);
 }
 
 void control_take_end(struct control *c, const struct wire_message *message)
@@ -66,13 +71,8 @@ void control_take_end(struct control *c, const struct wire_message *message)
     int32_t kind;
     memcpy(&kind, message->payload, sizeof(kind));
     const char *text = (const char *)message->payload + sizeof(kind);
-    if (control_failed(c))
-        return;
-    end(c, kind == END_DEATH, text);
-    if (kind != END_DEATH)
-        return;
-    log_status_line(NULL);
-    log_error("%s", text);
+    if (!control_failed(c))
+        end(c, kind == END_DEATH, text);
 }
 
 bool control_said(const struct control *c, const char *text)
@@ -217,7 +217,14 @@ static void judge_waiting(struct control *c)
     if (longest <= c->timeout)
         return;
     int64_t last = beat_of(c, behind).entered;
-    if (last < most)
+    double silent = behind == c->rank ? 0.0 : timer_now() - c->states[behind].heard;
+    if (last < most && silent > silence_seconds)
+        snprintf(
+            text, sizeof(text),
+            "the other ranks have waited %.0f s (parallel.timeout) for %s, of which nothing has "
+            "been heard for %.0f s: it is stopped, or its machine or the network to it is down",
+            longest, name_of(c, behind), silent);
+    else if (last < most)
         snprintf(
             text, sizeof(text),
             "the other ranks have waited %.0f s (parallel.timeout) for %s: it came to exchange "

@@ -115,6 +115,7 @@ void ranks_mpi_tell(void *bytes, size_t size)
 {
     check(MPI_Bcast(bytes, (int)size, MPI_BYTE, 0, MPI_COMM_WORLD), "MPI_Bcast");
     alarm(0);
+    signal(SIGALRM, SIG_DFL);
 }
 
 static void finish(struct mpi_state *s, MPI_Request *requests, int count)
