@@ -119,6 +119,8 @@ static void add_times(struct line *line, const struct step_report *report)
     add_value(line, "loss_seconds", report->loss_seconds);
     add_value(line, "backward_seconds", report->backward_seconds);
     add_value(line, "optimizer_seconds", report->optimizer_seconds);
+    if (report->ranks > 1)
+        add_value(line, "exchange_seconds", report->exchange_seconds);
     add_value(line, "save_seconds", report->save_seconds);
     add_curve(line, "tokens_per_second", ratio(report->metrics->tokens, report->seconds));
     add_value(line, "read_gb_per_second", 1e-9 * ratio(report->read_bytes, report->read_seconds));

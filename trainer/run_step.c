@@ -127,6 +127,8 @@ static int report_step(struct run *run, const struct step_outcome *outcome, int6
                                  .loss_seconds = part[STEP_LOSS],
                                  .backward_seconds = part[STEP_BACKWARD],
                                  .optimizer_seconds = part[STEP_OPTIMIZER],
+                                 .exchange_seconds = part[STEP_EXCHANGE],
+                                 .ranks = session_ranks(&run->session),
                                  .save_seconds = run->save_seconds,
                                  .read_bytes = step_word_sum(&run->step, WORD_READ_BYTES),
                                  .memory_bytes = run_peak_memory(run),
