@@ -13,7 +13,7 @@
 #include "trainer/checkpoint_folder.h"
 
 // A write that has not ended after this long never will.
-enum { WAIT_SECONDS = 600 };
+enum { WAIT_SECONDS = 600, PART_SECONDS = 5 };
 
 struct checkpoint_writer {
     char *directory;
@@ -305,7 +305,9 @@ int checkpoint_writer_wait(struct checkpoint_writer *writer, struct error *err)
 
 void checkpoint_writer_close(struct checkpoint_writer *writer)
 {
-    if (!wait_idle(writer)) {
+    // A part that is still being written when a run on several ranks ends is of no use any more.
+    double patience = is_shared(writer) ? PART_SECONDS : WAIT_SECONDS;
+    if (is_at_work(checkpoint_writer_phase(writer, patience))) {
         log_error("%s: a checkpoint is still being written; it stays incomplete",
                   writer->directory);
         return; // its thread still uses the snapshot

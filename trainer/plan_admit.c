@@ -15,6 +15,15 @@ static size_t machine_ranks(const struct session *session)
     return session->local_ranks > 1 ? (size_t)session->local_ranks : 1;
 }
 
+// All ranks choose alike, so the one that has least decides.
+static size_t least_of_ranks(const struct session *session, size_t bytes)
+{
+    int64_t least = -(int64_t)bytes;
+    if (session_ranks(session) > 1)
+        ranks_max(session->ranks, &least, 1);
+    return (size_t)-least;
+}
+
 // What a run may take in all. On a GPU most of the context that the plan counts is there already.
 static size_t free_memory(const struct session *session)
 {
@@ -26,12 +35,7 @@ static size_t free_memory(const struct session *session)
         left /= machine_ranks(session);
     else
         left += used < CUDA_CONTEXT_BEGUN_BYTES ? used : CUDA_CONTEXT_BEGUN_BYTES;
-    left = limit > 0 && limit < left ? (size_t)limit : left;
-    if (session_ranks(session) == 1)
-        return left;
-    int64_t least = -(int64_t)left; // all ranks choose alike, so the one with least memory decides
-    ranks_max(session->ranks, &least, 1);
-    return (size_t)-least;
+    return least_of_ranks(session, limit > 0 && limit < left ? (size_t)limit : left);
 }
 
 static struct plan_subject subject_of(const struct session *session, bool training)
@@ -221,7 +225,7 @@ static int check_host(const struct session *session, const struct plan *plan, st
     if (strcmp(plan->execution.device, "cpu") == 0)
         return 0;
     backend_cpu()->memory(&available, &total);
-    available /= machine_ranks(session);
+    available = least_of_ranks(session, available / machine_ranks(session));
     if (needed <= available)
         return 0;
     for (size_t i = 0; i < plan->host_count && at < sizeof(parts); i++)

@@ -95,6 +95,7 @@ static int load_state(struct run *run, struct resume *resume, int *status, struc
     run->counters = state->counters;
     run->saved_step =
         resume_is_own(resume, &run->folder, state->counters.step) ? state->counters.step : -1;
+    ranks_share(run->ranks, &run->saved_step, sizeof(run->saved_step), 0);
     if (resume->path != NULL)
         step_load(&run->step, state);
     else
