@@ -108,6 +108,9 @@ def choose_layers(args, target):
             return default_layer_ids(count, args.layers)
         except ValueError as error:
             raise InputError(f"--layers: {error} (--layer-ids)") from error
+    if args.layer_ids[-1] == count - 1:
+        raise InputError(f"--layer-ids {args.layer_ids}: the output of the last layer, {count - 1}, is the last hidden state, "
+                         "which is kept anyway; leave it out")
     if sorted(set(args.layer_ids)) != args.layer_ids or not 0 <= args.layer_ids[0] <= args.layer_ids[-1] < count:
         raise InputError(f"--layer-ids {args.layer_ids}: must ascend within 0..{count - 1}")
     return args.layer_ids
@@ -245,6 +248,8 @@ def extract(args):
         write_target_once(args, target, claims)
         say(f"layers {layer_ids} of {len(target.layers)}, hidden size {target.hidden_size}, vocabulary "
             f"{target.vocab_size}, {target.dtype} on {target.device}")
+        if getattr(target.config, "final_logit_softcapping", None):
+            say("final_logit_softcapping: this target caps its logits; training refuses such targets so far")
         attributes = shard_attributes(args, tokenizer, template, with_text)
         capture_all(args, sources, template, target, layer_ids, attributes, claims)
     finally:

@@ -203,6 +203,22 @@ class Target:
             raise InputError(f"model_type {self.config.model_type!r}: logits differ from the model's own by "
                              f"{error:.1e}: it changes them after the head in a way that is not known here")
 
+    def _own_config(self):
+        """config.json where the model's cannot be copied: a GGUF file has none, and some leave the number of layers out."""
+        if self.config_path:
+            with open(self.config_path, encoding="utf-8") as file:
+                config = json.load(file)
+            text = config.get("text_config", config)
+            if "num_hidden_layers" in text:
+                return None
+            text["num_hidden_layers"] = len(self.layers)
+            return config
+        config = self.model.config.to_dict()
+        for name in ("quantization_config", "_name_or_path"):  # the weights are not quantised any more
+            config.pop(name, None)
+        config["architectures"] = [type(self.model).__name__]
+        return config
+
     def check_norm(self, states):
         """Refuses a final norm that is not what training computes: RMS of fp32, times w or 1 + w. states: before it."""
         weights = self.weights_of(self.norm)
@@ -228,7 +244,7 @@ class Target:
             raise InputError(f"model_type {self.config.model_type!r}: gives {0 if states is None else len(states)} hidden "
                              f"states of {len(self.layers)} layers: which one is a layer's output is not known")
         got = torch.from_numpy(bits.view("int16")).view(torch.bfloat16)
-        for plane, layer in enumerate(layer_ids[:-1] if layer_ids[-1] == len(self.layers) - 1 else layer_ids):
+        for plane, layer in enumerate(layer_ids):
             if not _alike(got[:, plane], states[layer + 1][0]):
                 raise InputError(f"model_type {self.config.model_type!r}: the output of layer {layer} is not "
                                  f"hidden_states[{layer + 1}]: this model is not supported")
@@ -250,14 +266,11 @@ class Target:
             tensors["lm_head.bias"] = head["bias"]
         kind = torch.bfloat16 if self.stored_dtype == torch.bfloat16 else torch.float32
         tensors = {name: stored_tensor(tensor, kind) for name, tensor in tensors.items()}
-        if self.config_path:
+        config = self._own_config()
+        if config is None:
             write_head(folder, self.config_path, tensors)
             return
-        own = os.path.join(folder, "config.json.tmp")  # a GGUF file has none: written from what was loaded
-        config = self.model.config.to_dict()
-        for name in ("quantization_config", "_name_or_path"):  # the weights are not quantised any more
-            config.pop(name, None)
-        config["architectures"] = [type(self.model).__name__]
+        own = os.path.join(folder, "config.json.tmp")
         with open(own, "w", encoding="utf-8") as file:
             json.dump(config, file, indent=2)
         write_head(folder, own, tensors)

@@ -5,10 +5,12 @@ and what it says of memory.
 """
 
 import os
+import subprocess
 import tempfile
 import types
 import unittest
 from importlib.util import find_spec
+from unittest import mock
 
 import h5py
 import numpy as np
@@ -85,6 +87,7 @@ class Families(unittest.TestCase):
     def test_refused(self):
         for name, text in (("cohere", "its final norm is a CohereLayerNorm, not an RMS norm"),
                            ("starcoder2", "its final norm is a LayerNorm, not an RMS norm"),
+                           ("gemma3n_text", r"states of shape \[4, 1, 40, 32\] for \[1, 40\] tokens"),
                            ("mamba", "the output of layer 1 is not hidden_states"),
                            ("gpt2", "its layers is not where decoder models have it")):
             with self.subTest(name), self.assertRaisesRegex(InputError, text):
@@ -175,6 +178,44 @@ class Float8Shards(Case):
         self.assertTrue((np.abs(found - values) <= step * 1.0001).all())
 
 
+DTRAIN = os.environ.get("DTRAIN", "")
+
+
+@needs_torch
+@unittest.skipIf(not os.path.exists(DTRAIN), "needs $DTRAIN, the built program")
+class Trainer(Case):
+    """What is extracted of a family is what the trainer computes: its data check recomputes the teacher from the target
+    directory, and knows norms, scales and tied heads by model_type."""
+
+    def check(self, name, *options):
+        model, out = self.out(), self.out()
+        torch.manual_seed(3)
+        tiny_models.save(name, model)
+        tiny_llama.make_tokenizer().save_pretrained(model)
+        random = np.random.default_rng(5)
+        path = self.lines([{"input_ids": random.integers(3, 250, n).tolist(), "loss_mask": [1] * n} for n in (40, 70, 25)])
+        with mock.patch.object(self, "model", model):
+            status, printed = self.extract(path, out, "--layer-ids", "1,3", *options)
+        self.assertEqual(status, 0, printed)
+        done = subprocess.run([DTRAIN, "data", "check", "--target", os.path.join(out, "target"),
+                               os.path.join(out, "train-00000.h5")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              text=True, check=False)
+        return done.returncode, done.stdout + printed
+
+    def test_teacher_is_recomputed(self):
+        for name, *options in (("qwen3",), ("qwen3", "--planes", "float8"), ("gemma",), ("gemma3_text",), ("granite",),
+                               ("qwen3_next",), ("gpt_oss",), ("qwen2_5_vl",), ("nemotron_h",)):
+            with self.subTest(name):
+                status, printed = self.check(name, *options)
+                self.assertEqual(status, 0, printed)
+                self.assertRegex(printed, r"teacher recomputed at \d+ positions: top-1 is the same at (100|9\d)")
+
+    def test_capped_logits_are_told(self):
+        status, printed = self.check("gemma2")
+        self.assertIn("final_logit_softcapping", printed)
+        self.assertNotEqual(status, 0)
+
+
 @needs_torch
 class Memory(unittest.TestCase):
     def config(self, **values):
@@ -237,7 +278,6 @@ class MemoryIsTold(Case):
         self.assertIn("4 planes x 16,384 tokens x 32 x 2 bytes", printed)
 
     def test_weights_that_do_not_fit(self):
-        from unittest import mock
         with mock.patch.object(memory, "device_bytes", return_value=1000):
             status, printed = self.extract(self.lines(PROMPTS[:1]), self.out())
         self.assertEqual(status, 2, printed)

@@ -48,6 +48,9 @@ WRAPPED = {  # class, text class with what goes beyond SIZES, pictures
     "mistral3": ("Mistral3Config", ("MistralConfig", {}), {**PICTURES, "model_type": "pixtral", "head_dim": 8}),
 }
 OTHERS = {
+    "gemma3n_text": lambda: text_config("Gemma3nTextConfig", {
+        "vocab_size_per_layer_input": 260, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "laurel_rank": 4,
+        "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 3}),
     "mamba": lambda: tf.MambaConfig(vocab_size=260, hidden_size=32, num_hidden_layers=6),
     "gpt2": lambda: tf.GPT2Config(vocab_size=260, n_embd=32, n_layer=6, n_head=4, n_positions=512),
 }
@@ -58,6 +61,8 @@ def text_config(kind, more):
 
 
 def make(name):
+    if name == "gemma3n_text":
+        return tf.Gemma3nForCausalLM(OTHERS[name]())
     if name in OTHERS:
         return tf.AutoModelForCausalLM.from_config(OTHERS[name]())
     if name in TEXT:
