@@ -9,6 +9,11 @@ Input lines (JSONL): {"messages": [...]} ending with the assistant (a conversati
 {"input_ids": [...], "loss_mask": [...]} (used as they are). "id" is optional.
 Start the same command again to go on after a kill, or several times at once, on several GPUs or machines that share
 the folder: each takes other pieces of the work. See tools/README.md.
+
+    extract.py --model DIR --out FOLDER --manifest-only prompts.jsonl ...
+    extract.py --model DIR --spool FOLDER --config train.yaml
+
+The first writes the documents without their features, the second feeds these to a run of dtrain while it trains.
 """
 
 import argparse
@@ -31,8 +36,8 @@ def build_parser():
     parser = argparse.ArgumentParser(description="extract hidden states of a target model into feature shards",
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("input", nargs="+", help="JSONL files")
-    add("--out", required=True, help="folder for shards, target directory and manifest")
+    add("input", nargs="*", help="JSONL files")
+    add("--out", help="folder for shards, target directory and manifest")
     add("--model", help="Hugging Face model directory")
     add("--gguf", metavar="FILE", help="GGUF file instead of --model (dequantised when loaded)")
     add("--name", help="target_model written in the shards; default: the folder's or file's name")
@@ -70,12 +75,24 @@ def build_parser():
     add("--claim-prompts", type=int, default=4096, help="prompts that one of several workers answers at a time")
     add("--teacher-rows", type=int, default=1024, help="tokens whose logits exist at the same time")
     add("--shard-bytes", type=float, default=2 * 2**30, help="about the size of a shard")
+    add("--manifest-only", action="store_true",
+        help="write manifest.h5 instead of the training shards; validation shards are written")
+    add("--spool", metavar="FOLDER", help="feed the run of --config through this folder; takes no input files")
+    add("--config", metavar="FILE", help="the run's config, for --spool")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="as for dtrain, with --config")
+    add("--dtrain", default="dtrain", help="the program, which says the order of documents")
+    add("--spool-wait", type=float, default=3600,
+        help="seconds without progress of the run after which --spool ends; 0: never")
     return parser
 
 
 def check_arguments(parser, args):
     if (args.model is None) == (args.gguf is None):
         parser.error("give either --model or --gguf")
+    if args.spool is None and (args.out is None or not args.input):
+        parser.error("give --out and input files, or --spool and --config")
+    if args.spool is not None and (args.config is None or args.input or args.out):
+        parser.error("--spool needs --config, and takes neither input files nor --out")
     for name in ("layers", "max_new_tokens", "samples", "batch_tokens", "answer_tokens", "teacher_rows",
                  "claim_prompts"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -257,10 +274,9 @@ def extract(args):
 
 
 def capture_all(args, sources, template, target, layer_ids, attributes, claims):
-    import torch
     from dtrain_tools.answers import documents_of
     from dtrain_tools.budget import Budget
-    from dtrain_tools.extraction import Extraction, check_padding, plan_shards
+    from dtrain_tools.extraction import Extraction, check_padding, padding_tolerance, plan_shards
     from dtrain_tools.target_model import Capture
     log = answer(args, sources, target, template, claims)
     documents = documents_of(sources, template, log, args.samples)
@@ -269,16 +285,36 @@ def capture_all(args, sources, template, target, layer_ids, attributes, claims):
     extraction = Extraction(target, args.out, layer_ids, attributes, say, args.planes == "float8")
     shards = plan_shards(documents, held_out, lambda d: sources[d.source].key,
                          max(1, int(args.shard_bytes // (extraction.token_bytes + 17))))
+    if args.manifest_only:
+        shards = write_manifest(args, shards, extraction)
+        if not shards:
+            return
 
     target.check_logits(documents[0].ids[:64])
     target.check_states(documents[0].ids[:64], layer_ids)
     with Capture(target, layer_ids) as capture:
-        tolerance = 2e-2 if target.dtype == torch.float32 else 0.5  # states are rounded to bf16: 2^-7 is one unit
-        error = check_padding(capture, documents, args.teacher_rows, tolerance)
+        error = check_padding(capture, documents, args.teacher_rows, padding_tolerance(target))
         say(f"a padded document's states equal the unpadded ones to {error:.1e}")
     with Capture(target, layer_ids, args.planes == "float8") as capture:
         extraction.run(shards, Budget(args.batch_tokens, say), capture, args.teacher_rows, claims)
     finish_report(extraction, shards, args)
+
+
+def write_manifest(args, shards, extraction):
+    """Of the training documents. -> the other shards."""
+    from dtrain_tools.shards import write_manifest as write
+    train = [shard for shard in shards if shard.name.startswith("train")]
+    path = os.path.join(args.out, "manifest.h5")
+    write(path, extraction.attributes, [d for shard in train for d in shard.documents],
+          [i for shard in train for i in shard.ids], extraction.float8)
+    say(f"{path}: {sum(len(s.documents) for s in train)} documents, {sum(s.tokens for s in train):,} tokens; their "
+        "features come through a spool")
+    return [shard for shard in shards if shard not in train]
+
+
+def feed(args):
+    from dtrain_tools.feeding import feed as run
+    run(args, spread_of(args))
 
 
 def finish_report(extraction, shards, args):
@@ -295,7 +331,7 @@ def main():
     parser = build_parser()
     args = parser.parse_args()
     check_arguments(parser, args)
-    return exit_status(extract, args)
+    return exit_status(extract if args.spool is None else feed, args)
 
 
 if __name__ == "__main__":

@@ -54,11 +54,16 @@ def plan_shards(documents, val_keys, base_key, shard_tokens):
     return shards
 
 
+def state_attributes(target, layer_ids):
+    """What the states of a target are, for shards and manifests."""
+    return {"target_layer_ids": layer_ids, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size,
+            "last_hidden": "pre_norm"}
+
+
 class Extraction:
     def __init__(self, target, folder, layer_ids, attributes, say, float8=False):
         self.target, self.folder, self.layer_ids, self.say = target, folder, layer_ids, say
-        self.attributes = {**attributes, "target_layer_ids": layer_ids, "hidden_size": target.hidden_size,
-                           "vocab_size": target.vocab_size, "last_hidden": "pre_norm"}
+        self.attributes = {**attributes, **state_attributes(target, layer_ids)}
         self.float8 = float8
         self.token_bytes = token_bytes(len(layer_ids), True, target.hidden_size, float8)
         self.seconds = 0.0
@@ -102,24 +107,35 @@ class Extraction:
         workers = claims.workers()
         writer = ShardWriter(path, self.attributes, [len(d.ids) for d in shard.documents], shard.ids,
                              float8=self.float8, suffix=f".{claims.token}{TEMPORARY}")
+        self._fill(writer, shard, budget, capture, teacher_rows, lambda done, tokens: self._report(
+            f"{shard.name} {done}/{len(shard.documents)}", (left - tokens) / workers))
+        if not claims.still_mine(shard.name):  # this process was taken for dead
+            writer.abort()
+            return
+        writer.finish()
+
+    def write(self, shard, budget, capture, teacher_rows):
+        """A shard that nobody else writes."""
+        writer = ShardWriter(os.path.join(self.folder, shard.name), self.attributes,
+                             [len(d.ids) for d in shard.documents], shard.ids, float8=self.float8)
+        self._fill(writer, shard, budget, capture, teacher_rows, lambda done, tokens: None)
+        writer.finish()
+
+    def _fill(self, writer, shard, budget, capture, teacher_rows, report):
+        """Captures all documents. report(documents, tokens that are done)."""
+        done = tokens = 0
         try:
-            numbered = list(enumerate(shard.documents))
-            groups = budget.run(numbered, lambda pair: len(pair[1].ids),
+            groups = budget.run(list(enumerate(shard.documents)), lambda pair: len(pair[1].ids),
                                 lambda group: self._capture(group, capture, teacher_rows))
-            done = 0
             for group, results in groups:
                 for (index, document), (states, teacher) in zip(group, results):
                     writer.write(index, document.ids, document.mask, states, teacher)
                 done += len(group)
-                left -= sum(len(document.ids) for _, document in group)
-                self._report(f"{shard.name} {done}/{len(shard.documents)}", left / workers)
-            if not claims.still_mine(shard.name):  # this process was taken for dead
-                writer.abort()
-                return
+                tokens += sum(len(document.ids) for _, document in group)
+                report(done, tokens)
         except BaseException:
             writer.abort()
             raise
-        writer.finish()
 
     def _capture(self, group, capture, teacher_rows):
         started = time.time()
@@ -175,6 +191,10 @@ def settle_folder(folder, settings):
         settle_folder(folder, settings)
     finally:
         os.remove(temporary)
+
+
+def padding_tolerance(target):
+    return 2e-2 if "float32" in str(target.dtype) else 0.5  # states are rounded to bf16: 2^-7 is one unit
 
 
 def check_padding(capture, documents, teacher_rows, tolerance):
