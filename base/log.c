@@ -28,6 +28,11 @@ void log_configure(enum log_level level, int rank)
     log_state.rank = rank;
 }
 
+int log_rank(void)
+{
+    return log_state.rank;
+}
+
 int log_file_set(const char *path)
 {
     FILE *file = NULL;
@@ -71,7 +76,8 @@ static void write_message(enum log_level level, const char *format, va_list args
     vsnprintf(message, sizeof(message), format, args);
 
     pthread_mutex_lock(&log_state.lock);
-    if (log_state.status[0] != '\0')
+    // Another rank's message may come upon the line that rank 0 keeps on their terminal.
+    if (log_state.status[0] != '\0' || (log_state.rank != 0 && isatty(STDERR_FILENO)))
         fputs("\r\033[K", stderr);
     fprintf(stderr, "%s %s %d %s\n", stamp, level_names[level], log_state.rank, message);
     draw_status();

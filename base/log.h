@@ -11,6 +11,8 @@ enum log_level { LOG_ERROR, LOG_WARN, LOG_INFO, LOG_DEBUG };
 
 // Sets what is printed. info and debug come from rank 0 only, warnings and errors from every rank.
 void log_configure(enum log_level level, int rank);
+// That was set last; 0 before.
+int log_rank(void);
 // Copies every message to this file too (append). NULL closes it. Returns 0, or -1 with errno set.
 int log_file_set(const char *path);
 // Text that every message is printed above, for a live progress line on a terminal. NULL: none.

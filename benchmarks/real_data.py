@@ -98,7 +98,7 @@ class Extractions:
         self.logs = {split: work / f"extract-{split}.log" for split in SPLITS}
 
     def target_is_there(self):
-        return (self.features / "val" / "target" / "head.safetensors").exists()
+        return (self.features / "val" / "target" / "config.json").exists()  # written last
 
     def failed(self):
         return [split for split, process in self.processes.items() if process.poll()]

@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 
+import packed_rows
 import real_data
 import real_report
 from real_runs import SYSTEMS, Run, Runner
@@ -137,6 +138,7 @@ def prepare_data(args, plan, work, start_peers):
         extractions = real_data.Extractions(args, work, plan.say)
         while not extractions.target_is_there() and not extractions.failed():
             time.sleep(0.2)
+        time.sleep(0.5)
         if not extractions.failed():
             start_peers(extractions.features)
         extractions.wait(plan.left())
@@ -144,6 +146,8 @@ def prepare_data(args, plan, work, start_peers):
         if not args.answers:
             real_data.save_answers(plan.out / "answers.npz", features)
     plan.results["data"] = facts
+    shape = packed_rows.read_documents(features / "val" / "train-*.h5").states[0].shape
+    plan.results["token_bytes"] = 2 * shape[1] * shape[2]
     plan.say(f"data: {json.dumps(facts)}")
     return features
 
@@ -168,8 +172,12 @@ class Work:
     def alone(self, peers):
         """The first seed's trainings, one after another, larger blocks first, once no peer compiles any more."""
         first = self.args.seeds[0]
-        for block, (process, _) in peers.items():
-            self.wait_ready(self.runs[block][("speculators", first)], process)
+        for block, (process, go) in list(peers.items()):
+            run = self.runs[block][("speculators", first)]
+            if not self.wait_ready(run, process):
+                self.plan.say(f"{run.name}: started again: {(self.runner.folder(run) / 'train.log').read_text()[-800:]}")
+                peers[block] = (self.runner.start_peer(run, go), go)
+                self.wait_ready(run, peers[block][0])
         for block in sorted(self.args.blocks, reverse=True):
             for system in SYSTEMS:
                 run = self.runs[block][(system, first)]
@@ -192,6 +200,7 @@ class Work:
                 break
             time.sleep(0.05)
         self.plan.say(f"{run.name}: waited {time.monotonic() - begin:.1f} s for its compilation")
+        return process.poll() is None
 
     def train_and_judge(self, run):
         expected = 1.5 * self.seconds.get((run.system, run.block), 20) + JUDGE_SECONDS
@@ -215,7 +224,7 @@ class Work:
         if run.name not in self.plan.results["runs"]:
             return
         step = self.plan.results["runs"][run.name]["training"]["steps"]
-        if self.judge(run, step):
+        if self.judge(run, step) and self.args.decode:
             result = self.plan.attempt(f"{run.name} decoded", 20,
                                        lambda limit: self.runner.decode(run, step, self.args.decode, limit))
             if result:
@@ -292,6 +301,9 @@ def parse():
 
 def main():
     args = parse()
+    for name in ("dtrain", "model", "gguf", "answers", "features"):  # some processes run in another folder
+        if getattr(args, name):
+            setattr(args, name, str(pathlib.Path(getattr(args, name)).resolve()))
     out, work = pathlib.Path(args.out).resolve(), pathlib.Path(args.work).resolve()
     out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(work, ignore_errors=True)

@@ -66,7 +66,7 @@ def curve_of(entry):
 
 def cost_table(results, args):
     lines = ["| blocks of | system | a step | training | start | whole process | memory | tokens per block at the end | seconds to "
-             "90 %, 95 % of it |", "|---|---|---|---|---|---|---|---|---|"]
+             "90 %, 95 % of the lower gain |", "|---|---|---|---|---|---|---|---|---|"]
     for block in args.blocks:
         entries = {s: results["runs"].get(f"main-{s}-b{block}-s{args.seeds[0]}") for s in SYSTEMS}
         ends = [final(entry)["walk"] for entry in entries.values() if final(entry)]
@@ -74,7 +74,7 @@ def cost_table(results, args):
             if not entry or "training" not in entry:
                 continue
             t, least = entry["training"], min(ends) if ends else None
-            times = [number(acceptance.time_to(share * least, curve_of(entry)), "{:.1f} s") if least else "-" for share in (0.9, 0.95)]
+            times = [number(acceptance.time_to(1 + share * (least - 1), curve_of(entry)), "{:.1f} s") if least else "-" for share in (0.9, 0.95)]
             if system == "dtrain":
                 memory = f"{number(t['memory'].get('used_gib'), '{:.1f}')} GiB of the device (planned {t['planned_gib']:.1f})"
                 start, whole = t["wall"] - t["seconds"], t["wall"]
@@ -82,6 +82,8 @@ def cost_table(results, args):
                 memory = f"{number(t.get('allocated_gib'), '{:.1f}')} GiB, reserved {number(t.get('reserved_gib'), '{:.1f}')}, without features"
                 start = t["build_seconds"] + t["compile_seconds"]
                 whole = start + t["load_seconds"] + t["seconds"]
+            if t.get("not_compiled"):
+                memory += f" (NOT compiled: {t['not_compiled'][:120]})"
             lines.append(f"| {block} | {system} | {1e3 * t['seconds'] / t['steps']:.2f} ms | {t['seconds']:.1f} s | {start:.1f} s | "
                          f"{whole:.1f} s | {memory} | {number(final(entry) and final(entry)['walk'])} | {', '.join(times)} |")
     return lines
@@ -113,7 +115,7 @@ def passes(results, args):
     names = {"once": f"1 pass, {args.passes * args.few_anchors} anchors", "six": f"{args.passes} passes, {args.few_anchors} anchors",
              "once-rate": "1 pass, learning rate times the root of the passes",
              "six-few": f"{args.passes} passes, {args.passes} rows a step: as many steps as 1 pass"}
-    token_bytes = 2 * 6 * 576
+    token_bytes = results["token_bytes"]
     lines = [f"Blocks of {args.blocks[0]}, dtrain; every run has about as many block rows.", "",
              "| | steps | block rows | features read | seconds | tokens per block | by seed |", "|---|---|---|---|---|---|---|"]
     for kind, name in names.items():

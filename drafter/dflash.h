@@ -5,6 +5,9 @@
 //
 // Order of calls for a row: dflash_context_forward, then for each group dflash_group_forward, (loss),
 // dflash_group_backward (last: also the context's backward, layer by layer).
+//
+// Only rows that somebody wants the hidden states of go through the last layer's output projection and MLP:
+// its keys and values are all that the others are there for.
 #ifndef DRAFTER_DFLASH_H
 #define DRAFTER_DFLASH_H
 
@@ -65,9 +68,10 @@ struct dflash {
     // Gradients of matrices that nothing has been added to: the next product overwrites what is there.
     bool fresh_layers, fresh_fc;
     int64_t blocks; // of the group in flight
+    int64_t wanted; // rows of it that go through the last layer's end
     // Host memory that copies are queued from: overwritten only after a sync.
     const struct backend *backend; // whose host memory it is; NULL: none yet
-    int32_t *h_index;              // [5, group_rows] inputs of a group
+    int32_t *h_index;              // [6, group_rows] inputs of a group
 };
 
 // The stage of the backward pass that completes a part's gradients, and how many there are.
@@ -96,11 +100,13 @@ void dflash_settle_gradients(struct dflash *dflash, const struct backend *backen
 void dflash_context_forward(struct dflash *dflash, const struct backend *backend,
                             struct stream *stream, const struct row *row, const bf16 *features,
                             bool noisy, uint64_t seed);
-// Blocks of anchors[0 .. count): count * block_size <= group_rows. Returns hidden states after the
-// final norm, [count * B, H], valid until their gradient is put where dflash_group_gradient says.
+// Blocks of anchors[0 .. count): N = count * block_size <= group_rows. Returns hidden states after the final
+// norm of the block rows wanted[0 .. wanted_count), ascending (NULL: of all N), [wanted_count, H], valid until
+// their gradient is put where dflash_group_gradient says.
 const void *dflash_group_forward(struct dflash *dflash, const struct backend *backend,
-                                 struct stream *stream, const int32_t *anchors, int64_t count);
-// Where the gradient with respect to those hidden states is to be put, [count * B, H]: over them.
+                                 struct stream *stream, const int32_t *anchors, int64_t count,
+                                 const int32_t *wanted, int64_t wanted_count);
+// Where the gradient with respect to those hidden states is to be put, one row for each: over them.
 void *dflash_group_gradient(struct dflash *dflash);
 // Adds the group's gradients. last: the row's last group; as soon as a layer's own backward is done its
 // context keys' and values' backward runs, then fc and hidden_norm.

@@ -86,7 +86,7 @@ static void recompute(struct dflash *d, const struct backend *backend, struct st
 {
     const struct dflash_sizes *s = d->options.sizes;
     struct dflash_layer *layer = &d->layers[l];
-    int64_t n = d->blocks * s->block_size;
+    int64_t n = d->blocks * s->block_size, behind = dflash_rows_behind(d, l);
     if (d->options.recompute == RECOMPUTE_LEVEL_LAYER)
         dflash_layer_forward(d, backend, stream, l, NULL);
     if (d->options.recompute != RECOMPUTE_LEVEL_CHEAP)
@@ -94,7 +94,8 @@ static void recompute(struct dflash *d, const struct backend *backend, struct st
     struct rms_norm norm =
         dflash_norm(d, n, layer->x, DTYPE_F32, &layer->input_norm, layer->n1, layer->input_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);
-    norm = dflash_norm(d, n, layer->mid, DTYPE_F32, &layer->post_norm, layer->n2, layer->post_rstd);
+    norm = dflash_norm(d, behind, layer->mid, DTYPE_F32, &layer->post_norm, layer->n2,
+                       layer->post_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);
 }
 
@@ -104,7 +105,7 @@ static void mlp_backward(struct dflash *d, const struct backend *backend, struct
     const struct dflash_sizes *s = d->options.sizes;
     struct dflash_layer *layer = &d->layers[l];
     struct dflash_buffers *b = d->buffers;
-    int64_t n = d->blocks * s->block_size;
+    int64_t n = dflash_rows_behind(d, l);
     // Activations that were not kept come back in the place of their gradient.
     bool kept = dflash_keeps_cheap(&d->options);
     void *act = kept ? layer->act : b->dact;
@@ -123,6 +124,41 @@ static void mlp_backward(struct dflash *d, const struct backend *backend, struct
                   b->dnorm, b->dx, true);
 }
 
+// Gradients of wanted rows, to be those of block rows; 0 for the others.
+static void spread_rows(const struct dflash *d, const struct backend *backend,
+                        struct stream *stream, const void *in, int64_t width, void *out)
+{
+    enum dtype type = d->options.compute;
+    int64_t rows = d->blocks * d->options.sizes->block_size;
+    backend->kernels->scatter_rows(stream, &(struct scatter_rows){.rows = d->wanted,
+                                                                  .width = width,
+                                                                  .in = in,
+                                                                  .in_type = type,
+                                                                  .out_type = type,
+                                                                  .index = d->buffers->wanted,
+                                                                  .out = out,
+                                                                  .out_rows = rows});
+}
+
+// From dx behind a layer's attention to dattention; dx then has a row for each block row.
+static void output_backward(struct dflash *d, const struct backend *backend, struct stream *stream,
+                            int64_t l)
+{
+    const struct dflash_sizes *s = d->options.sizes;
+    struct dflash_layer *layer = &d->layers[l];
+    struct dflash_buffers *b = d->buffers;
+    bool picks = dflash_picks(d, l);
+    int64_t n = d->blocks * s->block_size, h = s->hidden;
+    const void *attention = dflash_attention_behind(d, backend, stream, l);
+    void *to = picks ? b->dqkv : b->dattention;
+    linear_backward(d, backend, stream, dflash_rows_behind(d, l), b->dx, attention, &layer->o, to);
+    if (!picks)
+        return;
+    spread_rows(d, backend, stream, to, s->heads * s->head_dim, b->dattention);
+    spread_rows(d, backend, stream, b->dx, h, b->dnorm);
+    backend->copy(stream, b->dx, b->dnorm, (size_t)(n * h) * dtype_size(d->options.compute));
+}
+
 static void attention_backward(struct dflash *d, const struct backend *backend,
                                struct stream *stream, int64_t l)
 {
@@ -133,7 +169,7 @@ static void attention_backward(struct dflash *d, const struct backend *backend,
     int64_t n = d->blocks * s->block_size, q = s->heads * s->head_dim;
     int64_t kv = s->kv_heads * s->head_dim, stride = q + 2 * kv;
 
-    linear_backward(d, backend, stream, n, b->dx, layer->attention, &layer->o, b->dattention);
+    output_backward(d, backend, stream, l);
     struct attention attention = dflash_attention(d, l);
     attention.dout = b->dattention;
     attention.delta = b->delta;
@@ -263,8 +299,8 @@ void dflash_group_backward(struct dflash *d, const struct backend *backend, stru
     const struct dflash_sizes *s = d->options.sizes;
     struct dflash_buffers *b = d->buffers;
     BUG_UNLESS(d->options.training);
-    norm_backward(d, backend, stream, d->blocks * s->block_size, b->last, DTYPE_F32, b->last_rstd,
-                  &b->norm, b->dx, b->dx, false);
+    norm_backward(d, backend, stream, d->wanted, b->last, DTYPE_F32, b->last_rstd, &b->norm, b->dx,
+                  b->dx, false);
     tell_final(d, last, 0);
     for (int64_t l = s->layers - 1; l >= 0; l--) {
         recompute(d, backend, stream, l);

@@ -215,6 +215,58 @@ void dflash_context_forward(struct dflash *d, const struct backend *backend, str
     }
 }
 
+int64_t dflash_rows_behind(const struct dflash *d, int64_t l)
+{
+    return l == d->options.sizes->layers - 1 ? d->wanted : d->blocks * d->options.sizes->block_size;
+}
+
+bool dflash_picks(const struct dflash *d, int64_t l)
+{
+    return dflash_rows_behind(d, l) < d->blocks * d->options.sizes->block_size;
+}
+
+// Block rows that are wanted, as a matrix of their own.
+static void pick_rows(const struct dflash *d, const struct backend *backend, struct stream *stream,
+                      const void *in, enum dtype type, int64_t width, void *out)
+{
+    int64_t rows = d->blocks * d->options.sizes->block_size;
+    backend->kernels->gather_rows(stream, &(struct gather_rows){.rows = d->wanted,
+                                                                .width = width,
+                                                                .in = in,
+                                                                .in_rows = rows,
+                                                                .in_stride = width,
+                                                                .in_type = type,
+                                                                .out_type = type,
+                                                                .index = d->buffers->wanted,
+                                                                .scale = 1.0f,
+                                                                .out = out});
+}
+
+const void *dflash_attention_behind(const struct dflash *d, const struct backend *backend,
+                                    struct stream *stream, int64_t l)
+{
+    const struct dflash_sizes *s = d->options.sizes;
+    if (!dflash_picks(d, l))
+        return d->layers[l].attention;
+    pick_rows(d, backend, stream, d->layers[l].attention, d->options.compute,
+              s->heads * s->head_dim, d->buffers->picked);
+    return d->buffers->picked;
+}
+
+// Which rows are wanted: all where there is no list.
+static void group_wanted(struct dflash *d, const struct backend *backend, struct stream *stream,
+                         const int32_t *wanted, int64_t count)
+{
+    int32_t *list = d->h_index + 5 * d->options.group_rows;
+    int64_t rows = d->blocks * d->options.sizes->block_size;
+    d->wanted = wanted != NULL ? count : rows;
+    BUG_UNLESS(d->wanted > 0 && d->wanted <= rows);
+    if (d->wanted == rows)
+        return;
+    memcpy(list, wanted, (size_t)count * sizeof(*list));
+    backend->copy_in(stream, d->buffers->wanted, list, (size_t)count * sizeof(*list));
+}
+
 // Token ids, positions and context bounds of the group's rows.
 static void group_inputs(struct dflash *d, const struct backend *backend, struct stream *stream,
                          const int32_t *anchors, int64_t count)
@@ -241,8 +293,9 @@ static void group_inputs(struct dflash *d, const struct backend *backend, struct
     backend->copy_in(stream, b->end, end, bytes);
 }
 
-void dflash_layer_forward(struct dflash *d, const struct backend *backend, struct stream *stream,
-                          int64_t l, void *out)
+// From a layer's input to its attention.
+static void attention_layer_forward(struct dflash *d, const struct backend *backend,
+                                    struct stream *stream, int64_t l)
 {
     const struct dflash_sizes *s = d->options.sizes;
     struct dflash_layer *layer = &d->layers[l];
@@ -263,23 +316,46 @@ void dflash_layer_forward(struct dflash *d, const struct backend *backend, struc
     backend->kernels->norm_rope_forward(stream, &rope);
     struct attention attention = dflash_attention(d, l);
     backend->kernels->attention_forward(stream, &attention);
-    dflash_linear(d, backend, stream, n, layer->attention, &layer->o, layer->x, layer->mid);
+}
 
-    norm = dflash_norm(d, n, layer->mid, DTYPE_F32, &layer->post_norm, layer->n2, layer->post_rstd);
+// From a layer's attention to its end; out as in dflash_layer_forward.
+static void mlp_forward(struct dflash *d, const struct backend *backend, struct stream *stream,
+                        int64_t l, void *out)
+{
+    const struct dflash_sizes *s = d->options.sizes;
+    struct dflash_layer *layer = &d->layers[l];
+    int64_t n = dflash_rows_behind(d, l);
+    const void *attention = dflash_attention_behind(d, backend, stream, l);
+    const float *residual = layer->x;
+    if (dflash_picks(d, l)) {
+        pick_rows(d, backend, stream, layer->x, DTYPE_F32, s->hidden, layer->mid);
+        residual = layer->mid;
+    }
+    dflash_linear(d, backend, stream, n, attention, &layer->o, residual, layer->mid);
+    struct rms_norm norm =
+        dflash_norm(d, n, layer->mid, DTYPE_F32, &layer->post_norm, layer->n2, layer->post_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);
     dflash_linear(d, backend, stream, n, layer->n2, &layer->gate_up, NULL, layer->gate_up_rows);
     if (out == NULL) // computed again, and the backward pass finds the activations by itself
         return;
     backend->kernels->swiglu_forward(stream, &(struct swiglu){.rows = n,
                                                               .width = s->intermediate,
-                                                              .type = type,
+                                                              .type = d->options.compute,
                                                               .gate_up = layer->gate_up_rows,
                                                               .y = layer->act});
     dflash_linear(d, backend, stream, n, layer->act, &layer->down, layer->mid, out);
 }
 
+void dflash_layer_forward(struct dflash *d, const struct backend *backend, struct stream *stream,
+                          int64_t l, void *out)
+{
+    attention_layer_forward(d, backend, stream, l);
+    mlp_forward(d, backend, stream, l, out);
+}
+
 const void *dflash_group_forward(struct dflash *d, const struct backend *backend,
-                                 struct stream *stream, const int32_t *anchors, int64_t count)
+                                 struct stream *stream, const int32_t *anchors, int64_t count,
+                                 const int32_t *wanted, int64_t wanted_count)
 {
     const struct dflash_options *o = &d->options;
     const struct dflash_sizes *s = o->sizes;
@@ -289,6 +365,7 @@ const void *dflash_group_forward(struct dflash *d, const struct backend *backend
         BUG("a group of %lld rows, planned for %lld", (long long)n, (long long)o->group_rows);
     d->blocks = count;
     group_inputs(d, backend, stream, anchors, count);
+    group_wanted(d, backend, stream, wanted, wanted_count);
     backend->kernels->gather_rows(stream, &(struct gather_rows){.rows = n,
                                                                 .width = s->hidden,
                                                                 .in = o->embed,
@@ -305,7 +382,8 @@ const void *dflash_group_forward(struct dflash *d, const struct backend *backend
                              l + 1 < s->layers ? d->layers[l + 1].x : b->last);
     }
     dflash_need_weights(d, o->params->parts - 1);
-    struct rms_norm norm = dflash_norm(d, n, b->last, DTYPE_F32, &b->norm, b->hidden, b->last_rstd);
+    struct rms_norm norm =
+        dflash_norm(d, d->wanted, b->last, DTYPE_F32, &b->norm, b->hidden, b->last_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);
     return b->hidden;
 }

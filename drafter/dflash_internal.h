@@ -21,14 +21,15 @@ struct dflash_layer {
     float *dcontext_k; // fp32 [T, kv_heads * head_dim] gradient, summed over groups
     float *dcontext_v; // fp32 [T, kv_heads * head_dim]
     // block rows of the group; which of them are a layer's own and which shared: recompute level
-    float *x;           // [N, H] input: the residual stream is fp32
-    float *input_rstd;  // [N]
-    void *n1;           // [N, H] after input_layernorm
-    void *qkv_rows;     // [N, (heads + 2 kv_heads) * head_dim]
-    void *q;            // [N, heads * head_dim] after norm and rope
-    void *key;          // [N, kv_heads * head_dim]
-    void *attention;    // [N, heads * head_dim]
-    float *lse;         // [N, heads]
+    float *x;          // [N, H] input: the residual stream is fp32
+    float *input_rstd; // [N]
+    void *n1;          // [N, H] after input_layernorm
+    void *qkv_rows;    // [N, (heads + 2 kv_heads) * head_dim]
+    void *q;           // [N, heads * head_dim] after norm and rope
+    void *key;         // [N, kv_heads * head_dim]
+    void *attention;   // [N, heads * head_dim]
+    float *lse;        // [N, heads]
+    // from here on [N] are the wanted rows in the last layer
     float *mid;         // [N, H] after the attention residual
     float *post_rstd;   // [N]
     void *n2;           // [N, H] after post_attention_layernorm
@@ -51,9 +52,11 @@ struct dflash_buffers {
     int32_t *ids, *row_positions; // [N]
     int32_t *begin_full, *end;    // [N]
     int32_t *begin_sliding;       // [N]
-    float *last;                  // [N, H] output of the last layer
-    float *last_rstd;             // [N]
-    void *hidden;                 // [N, H] after the final norm
+    int32_t *wanted;              // [wanted] block rows that go on after the last layer's attention
+    void *picked;     // [wanted, heads * head_dim] their attention; training: dq's memory
+    float *last;      // [N, H] output of the last layer
+    float *last_rstd; // [N]
+    void *hidden;     // [N, H] after the final norm
     // backward
     void *dx;            // [N, H] gradient of hidden, then of the residual stream: over hidden
     void *dnorm;         // [N, H]
@@ -74,6 +77,13 @@ struct dflash_buffers {
 
 void dflash_need_weights(const struct dflash *d, int part);
 
+// Rows of layer l behind its attention, and whether these are only some of the block rows.
+int64_t dflash_rows_behind(const struct dflash *d, int64_t l);
+bool dflash_picks(const struct dflash *d, int64_t l);
+// The attention of these rows: layer l's own, or picked from it.
+const void *dflash_attention_behind(const struct dflash *d, const struct backend *backend,
+                                    struct stream *stream, int64_t l);
+
 // Whether the level keeps what is cheap to compute again.
 bool dflash_keeps_cheap(const struct dflash_options *options);
 
@@ -90,7 +100,8 @@ void dflash_load_context(struct dflash *d, const struct backend *backend, struct
 void dflash_linear(const struct dflash *d, const struct backend *backend, struct stream *stream,
                    int64_t rows, const void *in, const struct dflash_tensor *weight,
                    const void *add, void *out);
-// Layer `l` from its x to `out`, filling the layer's buffers; NULL: only those up to gate_up_rows.
+// Layer `l` from its x to `out` (a row for each of dflash_rows_behind), filling the layer's buffers; NULL: only
+// those up to gate_up_rows.
 void dflash_layer_forward(struct dflash *d, const struct backend *backend, struct stream *stream,
                           int64_t l, void *out);
 struct rms_norm dflash_norm(const struct dflash *d, int64_t rows, const void *x, enum dtype x_type,

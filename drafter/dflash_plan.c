@@ -183,6 +183,7 @@ static void plan_group(struct dflash *d, struct arena *arena)
     b->begin_full = take(arena, group, -1, "begin_full", DTYPE_I32, n, 1);
     b->begin_sliding = take(arena, group, -1, "begin_sliding", DTYPE_I32, n, 1);
     b->end = take(arena, group, -1, "end", DTYPE_I32, n, 1);
+    b->wanted = take(arena, group, -1, "wanted", DTYPE_I32, n, 1);
     b->last = take(arena, group, -1, "last", DTYPE_F32, n, h);
     b->last_rstd = take(arena, group, -1, "last_rstd", DTYPE_F32, n, 1);
     b->hidden = take(arena, group, -1, "hidden", o->compute, n, h);
@@ -202,11 +203,20 @@ static void plan_backward(struct dflash *d, struct arena *arena)
                                     : d->layers[0].act;
     b->dattention = take(arena, group, -1, "dattention", o->compute, n, q);
     b->dq = take(arena, group, -1, "dq", o->compute, n, q);
+    b->picked = b->dq; // picked once more before dq comes
     b->dkey = take(arena, group, -1, "dkey", o->compute, n, kv);
     b->dqkv = take(arena, group, -1, "dqkv", o->compute, n, q + 2 * kv);
     b->delta = take(arena, group, -1, "delta", DTYPE_F32, n, s->heads);
     b->norm_scratch = take(arena, group, -1, "norm_scratch", DTYPE_F32, RMS_NORM_PARTS,
                            h > s->head_dim ? h : s->head_dim);
+}
+
+// What training has in the place of a gradient.
+static void plan_scoring(struct dflash *d, struct arena *arena)
+{
+    const struct dflash_options *o = &d->options;
+    d->buffers->picked = take(arena, "activations", -1, "picked", o->compute, o->group_rows,
+                              o->sizes->heads * o->sizes->head_dim);
 }
 
 void dflash_plan(struct dflash *d, const struct dflash_options *options, struct arena *arena)
@@ -232,6 +242,8 @@ void dflash_plan_scratch(struct dflash *d, struct arena *arena)
     plan_layers(d, arena, true);
     if (d->options.training)
         plan_backward(d, arena);
+    else
+        plan_scoring(d, arena);
 }
 
 static void open_host(struct dflash *d, const struct backend *backend)
@@ -241,7 +253,7 @@ static void open_host(struct dflash *d, const struct backend *backend)
     d->buffers->h_noise_key = backend->host_alloc(tokens * 2 * sizeof(uint32_t));
     d->buffers->h_positions = backend->host_alloc(tokens * sizeof(int32_t));
     d->buffers->h_blank = backend->host_alloc(tokens);
-    d->h_index = backend->host_alloc(rows * 5 * sizeof(int32_t));
+    d->h_index = backend->host_alloc(rows * 6 * sizeof(int32_t));
 }
 
 void dflash_open(struct dflash *d, const struct backend *backend, struct stream *stream)

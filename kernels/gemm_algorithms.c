@@ -4,15 +4,20 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { LEAST_BUCKET = 128 };
+enum { LEAST_BUCKET = 128, FINE_FROM = 2048, FINE_TO = 8192 };
 
-// Above the first two: a power of two, one and a half times it, the next power of two.
+// Above the first two: a power of two, one and a half times it, the next power of two; where most of the
+// work of training is, in quarters, since a tile more or less is a larger part of a product there.
 static int64_t bucket_above(int64_t bucket)
 {
+    int64_t power = LEAST_BUCKET;
+    while (2 * power <= bucket)
+        power *= 2;
     if (bucket == LEAST_BUCKET)
         return 2 * LEAST_BUCKET;
-    bool power_of_two = (bucket & (bucket - 1)) == 0;
-    return power_of_two ? bucket / 2 * 3 : bucket / 3 * 4;
+    if (bucket >= FINE_FROM && bucket < FINE_TO)
+        return bucket + power / 4;
+    return bucket + power / 2;
 }
 
 int64_t gemm_bucket(int64_t rows)

@@ -11,6 +11,7 @@
 // the same candidate.
 #include <algorithm>
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/timer.h"
@@ -23,15 +24,15 @@ enum {
     LEVELS = 20,      // buckets of a product, from the largest down
     PROBE_ROWS = 515, // where bits are compared: no multiple of any tile
     ROUNDS = 2,
-    SMALL_RUNS = 4,  // of a small product at a time
-    FEWEST_RUNS = 2, // of a product that is kept running, before and while it is timed
+    SMALL_RUNS = 4, // of a small product at a time
     THREADS = 256,
     FILL_CTAS = 1024
 };
 const double small_product = 2e11; // operations
 const double large_product = 4e11; // operations: timed while the GPU is kept busy
 const double busy_seconds = 0.02;  // for which it is, before and while it is timed
-const double hopeless = 1.12;      // times the least of the first round: not run again
+const double hopeless = 1.1;       // times the least of the first round: not run again
+const double seldom = 0.3;         // weight of the time at fewer rows than the most there can be
 const double worth_it = 0.98;      // times the first proposal's: else that is taken
 
 // How there is time to compare: not at all, in short, or with a GPU kept busy.
@@ -196,7 +197,7 @@ void measure(struct stream *stream, const struct gemm *g, struct gemm_problem *p
             candidates[i].seconds = INFINITY;
         else if (busy)
             candidates[i].seconds = 0.0; // what a cool GPU does is forgotten
-    int more = busy ? std::max((int)(busy_seconds / least), (int)FEWEST_RUNS) : few;
+    int more = busy ? std::max((int)(busy_seconds / least), 1) : few;
     for (int round = busy ? 0 : 1; round < ROUNDS; round++)
         for (int i = 0; i < count; i++)
             if (isfinite(candidates[i].seconds))
@@ -257,7 +258,42 @@ void gemm_record_cuda(struct stream *stream)
     state->record = true;
 }
 
-// Most of the time is for the products that take most of a step: they come first.
+// A product at a bucket of rows; those that take most of a step come first.
+struct tuning_task {
+    int recorded;
+    int64_t bucket;
+    double weight;
+};
+
+static int compare_tasks(const void *a, const void *b)
+{
+    const struct tuning_task *x = (const struct tuning_task *)a, *y = (const struct tuning_task *)b;
+    if (x->weight != y->weight)
+        return x->weight > y->weight ? -1 : 1;
+    return x->recorded != y->recorded ? x->recorded - y->recorded : x->bucket > y->bucket ? -1 : 1;
+}
+
+// Ends with a task without a bucket; the caller frees it.
+static struct tuning_task *tuning_tasks_make(const struct gemm_state *state)
+{
+    struct tuning_task *tasks =
+        (struct tuning_task *)memory_alloc(GEMM_RECORDED * LEVELS + 1, sizeof(*tasks));
+    int count = 0;
+    for (int i = 0; i < state->recorded_count; i++) {
+        struct gemm_product product = gemm_product_of(&state->recorded[i]);
+        int64_t rows = gemm_product_rows(&product), bucket = gemm_bucket(rows);
+        if (!well_aligned(&state->recorded[i]))
+            continue;
+        for (int level = 0; level < LEVELS && bucket > 0; level++) {
+            struct gemm g = with_rows(&state->recorded[i], std::min(rows, bucket));
+            tasks[count++] = {i, bucket, operations_of(&g) * (level == 0 ? 1.0 : seldom)};
+            bucket = gemm_bucket_below(bucket);
+        }
+    }
+    qsort(tasks, (size_t)count, sizeof(*tasks), compare_tasks);
+    return tasks;
+}
+
 static enum timing timing_after(double used, double seconds)
 {
     if (used < seconds * 0.75)
@@ -274,16 +310,11 @@ void gemm_tune_cuda(struct stream *stream, double seconds, struct gemm_algorithm
     cuda_check(cudaEventCreate(&events[1]));
     state->record = false;
     state->tuned_count = 0;
-    for (int level = 0; level < LEVELS; level++) // the largest of all first: most time is there
-        for (int i = 0; i < state->recorded_count; i++) {
-            struct gemm_product product = gemm_product_of(&state->recorded[i]);
-            int64_t bucket = gemm_bucket(gemm_product_rows(&product));
-            for (int down = 0; down < level; down++)
-                bucket = gemm_bucket_below(bucket);
-            if (bucket > 0 && well_aligned(&state->recorded[i]))
-                tune_bucket(stream, &state->recorded[i], bucket,
-                            timing_after(timer_now() - begin, seconds), events);
-        }
+    struct tuning_task *tasks = tuning_tasks_make(state);
+    for (int i = 0; tasks[i].bucket > 0; i++)
+        tune_bucket(stream, &state->recorded[tasks[i].recorded], tasks[i].bucket,
+                    timing_after(timer_now() - begin, seconds), events);
+    free(tasks);
     cuda_check(cudaEventDestroy(events[0]));
     cuda_check(cudaEventDestroy(events[1]));
     gemm_forget_plans(state);

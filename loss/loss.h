@@ -57,6 +57,7 @@ void loss_close(struct loss *loss);
 
 struct loss_group {
     int64_t rows;       // N block rows, block b at rows b * B ..
+    bool by_slot;       // instead: a row for each slot, in their order
     const void *hidden; // [N, H] the drafter's output after its final norm
     const bf16
         *last; // the row's last hidden states, as read: [T, H], last_stride apart; NULL: none

@@ -22,8 +22,8 @@
 static void buckets_form_a_ladder(void **state)
 {
     (void)state;
-    static const int64_t ladder[] = {128,  256,  384,  512,  768,  1024,  1536,
-                                     2048, 3072, 4096, 6144, 8192, 12288, 16384};
+    static const int64_t ladder[] = {128,  256,  384,  512,  768,  1024, 1536, 2048,  2560,
+                                     3072, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16384};
     enum { COUNT = sizeof(ladder) / sizeof(*ladder) };
     for (int64_t rows = 1, i = 0; rows <= ladder[COUNT - 1]; rows++) {
         if (rows > ladder[i])

@@ -478,12 +478,14 @@ static void a_launchers_signal_after_a_death_is_no_preemption(void **state)
     }
 }
 
+static int status_of_failure;
+
 static void fail_alone(struct control *control, int rank)
 {
     if (rank != unlucky)
         wait_in_exchange(control);
-    control_fail(control, "the disk is full");
-    _exit(2);
+    control_fail(control, "the disk is full", status_of_failure);
+    _exit(3);
 }
 
 static void a_failure_of_one_is_said_once_and_ends_all(void **state)
@@ -491,10 +493,11 @@ static void a_failure_of_one_is_said_once_and_ends_all(void **state)
     (void)state;
     for (unlucky = 0; unlucky < RANKS; unlucky++) {
         struct scene scene = make_scene(fail_alone, 10.0);
+        status_of_failure = unlucky == 1 ? 2 : 1;
         start(&scene);
         struct outcome outcome = finish(-1);
         for (int rank = 0; rank < RANKS; rank++)
-            assert_int_equal(outcome.status[rank], rank == unlucky ? 2 : 1);
+            assert_int_equal(outcome.status[rank], rank == unlucky ? 3 : status_of_failure);
         assert_true(outcome.seconds < 8.0);
         must_say("error 0 ", 1); // rank 0 says it, whoever fails
         must_say(unlucky == 0 ? "error 0 the disk is full" : "): the disk is full", 1);
@@ -504,7 +507,7 @@ static void a_failure_of_one_is_said_once_and_ends_all(void **state)
 static void fail_together(struct control *control, int rank)
 {
     usleep(150000 * (unsigned)((rank + unlucky) % RANKS));
-    control_fail(control, "the data have no supervised token");
+    control_fail(control, "the data have no supervised token", 2);
     _exit(2);
 }
 
@@ -526,7 +529,7 @@ static void fail_differently(struct control *control, int rank)
 {
     char text[64];
     snprintf(text, sizeof(text), "shard %d is missing", rank);
-    control_fail(control, text);
+    control_fail(control, text, 2);
     _exit(2);
 }
 

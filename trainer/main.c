@@ -11,6 +11,7 @@
 #include "trainer/commands.h"
 #include "trainer/help.h"
 #include "trainer/launch.h"
+#include "trainer/rank_place.h"
 #include "version.h"
 
 enum option_id {
@@ -80,6 +81,11 @@ struct command {
 // On several GPUs as several processes.
 static int train(const struct options *options)
 {
+    struct rank_place place;
+    struct error err;
+    if (rank_place_read(&place, rank_variable, NULL, &err) ==
+        0) // else ranks_open says what is wrong
+        log_configure(LOG_INFO, place.rank);
     int status = launch_train(options);
     return status >= 0 ? status : command_train(options);
 }

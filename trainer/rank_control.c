@@ -76,22 +76,24 @@ static void take_bytes(struct control *c, const struct wire_message *message)
 static void take_message(struct control *c, int i, struct wire_message *message)
 {
     struct peer_state *peer = &c->states[i];
-    int number = 0;
+    int32_t number = 0;
+    const char *text = (const char *)message->payload + sizeof(number);
     message->payload[WIRE_PAYLOAD - 1] = '\0';
+    if (message->size >= sizeof(number))
+        memcpy(&number, message->payload, sizeof(number));
     switch ((enum rank_message)message->type) {
     case MESSAGE_HEARTBEAT:
         if (message->size == sizeof(peer->last))
             memcpy(&peer->last, message->payload, sizeof(peer->last));
         break;
     case MESSAGE_SIGNAL:
-        memcpy(&number, message->payload, sizeof(number));
         take_signal(c, number);
         break;
     case MESSAGE_FAILED:
-        control_note_failure(c, i, (const char *)message->payload);
+        control_note_failure(c, i, number, text);
         break;
     case MESSAGE_END:
-        control_take_end(c, message);
+        control_take_end(c, number, text);
         break;
     case MESSAGE_LEAVE:
         peer->left = true;
@@ -310,17 +312,19 @@ void control_check(struct control *c)
 }
 
 // On other ranks than 0: rank 0 prints the text, if it can still be told.
-static void pass_failure(struct control *c, const char *text)
+static void pass_failure(struct control *c, int status, const char *text)
 {
+    struct numbered_text out;
+    size_t size = numbered_text(&out, status, text);
     double deadline = timer_now() + 2.0 * failure_seconds;
-    bool sent = wire_send(&c->peers[0].wire, MESSAGE_FAILED, text, strlen(text) + 1) == 0;
+    bool sent = wire_send(&c->peers[0].wire, MESSAGE_FAILED, &out, size) == 0;
     while (sent && !control_failed(c) && !c->states[0].gone && timer_now() < deadline)
         wait_changed(c);
     if (!control_failed(c) && text[0] != '\0')
         log_error("%s", text);
 }
 
-void control_fail(struct control *c, const char *text)
+void control_fail(struct control *c, const char *text, int status)
 {
     char cut[WIRE_PAYLOAD / 2];
     snprintf(cut, sizeof(cut), "%s", text);
@@ -331,12 +335,12 @@ void control_fail(struct control *c, const char *text)
             log_error("%s", text);
     } else if (c->rank == 0) {
         double deadline = timer_now() + failure_seconds;
-        control_fail_here(c, cut);
+        control_fail_here(c, status, cut);
         while (timer_now() < deadline && !control_all_failed(c))
             wait_changed(c);
     } else {
-        pass_failure(c, cut);
-        control_end_failed(c, cut);
+        pass_failure(c, status, cut);
+        control_end_failed(c, status, cut);
     }
     pthread_mutex_unlock(&c->lock);
 }

@@ -23,10 +23,18 @@ struct peer_state {
     bool gone;    // its connection is closed
     bool failed;  // has said that it can not go on
     bool said;    // and that has been printed
+    int status;   // with which
     char text[4096];
 };
 
-enum end_kind { END_DEATH = 1, END_FAILURE };
+// A number and a text, as messages carry them. Returns the size.
+struct numbered_text {
+    int32_t number;
+    char text[WIRE_PAYLOAD / 2];
+};
+size_t numbered_text(struct numbered_text *out, int number, const char *text);
+
+enum { END_DEATH = 0 }; // instead of an exit status: of a rank, nobody goes on
 
 struct control {
     int rank, size;
@@ -57,7 +65,7 @@ struct control {
     bool failed_here;
     char text_here[4096];
     struct {
-        bool death; // of a rank: nobody goes on; else ranks may still end on their own
+        int status; // of the exit; END_DEATH, or ranks may still end on their own
         double when;
         char text[4096];
     } end;             // set once, before `ended`
@@ -75,15 +83,15 @@ struct heartbeat control_own_beat(const struct control *control);
 // Once a tick.
 void control_judge(struct control *control);
 // Peer i says that it can not go on (rank 0), this rank 0 itself can not.
-void control_note_failure(struct control *control, int i, const char *text);
-void control_fail_here(struct control *control, const char *text);
+void control_note_failure(struct control *control, int i, int status, const char *text);
+void control_fail_here(struct control *control, int status, const char *text);
 // Whether these words have been printed, by this rank or by rank 0; no words have.
 bool control_said(const struct control *control, const char *text);
 // This rank does not go on, if it was not known yet.
-void control_end_failed(struct control *control, const char *text);
+void control_end_failed(struct control *control, int status, const char *text);
 bool control_all_failed(const struct control *control);
 // Rank 0 says that the run ends.
-void control_take_end(struct control *control, const struct wire_message *message);
+void control_take_end(struct control *control, int status, const char *text);
 // Ends the process, as the thread that waits in an exchange; returns while that is too early. Without the lock.
 void control_end_now(struct control *control);
 // Ends the process when it has not ended by itself in time. Without the lock.

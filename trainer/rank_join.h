@@ -16,8 +16,8 @@ enum rank_message {
     MESSAGE_START,     // from rank 0: all have come
     MESSAGE_HEARTBEAT, // both ways: struct heartbeat of rank_control.c
     MESSAGE_SIGNAL,    // both ways: int32_t, a signal's number
-    MESSAGE_FAILED,    // to rank 0: text, the sender can not go on
-    MESSAGE_END,       // from rank 0: int32_t kind, then text
+    MESSAGE_FAILED,    // to rank 0: int32_t status, then text: the sender can not go on
+    MESSAGE_END,       // from rank 0: int32_t status, then text; status 0: a rank is dead
     MESSAGE_LEAVE,     // both ways: the sender closes in good order
     MESSAGE_BYTES,     // from rank 0: for ranks_tell
 };

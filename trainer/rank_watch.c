@@ -1,5 +1,6 @@
 // Owns the conclusions: which rank is dead, silent or stands still, and the end of this process that follows.
 // Rank 0 judges all; the others only rank 0, and themselves when rank 0 should have.
+#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -35,12 +36,19 @@ struct heartbeat control_own_beat(const struct control *c)
                               .confirmed = c->confirmed};
 }
 
-static void end(struct control *c, bool death, const char *text)
+size_t numbered_text(struct numbered_text *out, int number, const char *text)
 {
-    c->end.death = death;
+    out->number = number;
+    snprintf(out->text, sizeof(out->text), "%s", text);
+    return offsetof(struct numbered_text, text) + strlen(out->text) + 1;
+}
+
+static void end(struct control *c, int status, const char *text)
+{
+    c->end.status = status;
     c->end.when = timer_now();
     snprintf(c->end.text, sizeof(c->end.text), "%s", text);
-    if (death) {
+    if (status == END_DEATH) {
         // Should nobody read what is logged, the process ends all the same.
         alarm((unsigned)(2.0 * leaving_seconds));
         log_status_line(NULL);
@@ -50,29 +58,24 @@ static void end(struct control *c, bool death, const char *text)
     pthread_cond_broadcast(&c->changed);
 }
 
-static void tell_end(struct control *c, int32_t kind, const char *text)
+static void tell_end(struct control *c, int status, const char *text)
 {
-    char payload[sizeof(kind) + sizeof(c->end.text)];
-    memcpy(payload, &kind, sizeof(kind));
-    snprintf(payload + sizeof(kind), sizeof(payload) - sizeof(kind), "%s", text);
+    struct numbered_text out;
+    size_t size = numbered_text(&out, status, text);
     if (c->rank == 0)
-        control_send_all(c, MESSAGE_END, payload,
-                         sizeof(kind) + strlen(payload + sizeof(kind)) + 1);
+        control_send_all(c, MESSAGE_END, &out, size);
 }
 
 static void end_by_death(struct control *c, const char *text)
 {
     tell_end(c, END_DEATH, text);
-    end(c, true, text);
+    end(c, END_DEATH, text);
 }
 
-void control_take_end(struct control *c, const struct wire_message *message)
+void control_take_end(struct control *c, int status, const char *text)
 {
-    int32_t kind;
-    memcpy(&kind, message->payload, sizeof(kind));
-    const char *text = (const char *)message->payload + sizeof(kind);
     if (!control_failed(c))
-        end(c, kind == END_DEATH, text);
+        end(c, status, text);
 }
 
 bool control_said(const struct control *c, const char *text)
@@ -96,10 +99,11 @@ static void say_failure(struct control *c, int i)
     peer->said = true;
 }
 
-void control_note_failure(struct control *c, int i, const char *text)
+void control_note_failure(struct control *c, int i, int status, const char *text)
 {
     struct peer_state *peer = &c->states[i];
     peer->failed = true;
+    peer->status = status;
     snprintf(peer->text, sizeof(peer->text), "%s", text);
     if (!(c->first_failure > 0.0))
         c->first_failure = timer_now();
@@ -108,24 +112,24 @@ void control_note_failure(struct control *c, int i, const char *text)
     pthread_cond_broadcast(&c->changed);
 }
 
-void control_fail_here(struct control *c, const char *text)
+void control_fail_here(struct control *c, int status, const char *text)
 {
     log_status_line(NULL);
     if (text[0] != '\0')
         log_error("%s", text);
     snprintf(c->text_here, sizeof(c->text_here), "%s", text);
     c->failed_here = true;
-    tell_end(c, END_FAILURE, text);
-    end(c, false, text);
+    tell_end(c, status, text);
+    end(c, status, text);
     for (int i = 1; i < c->size; i++)
         if (c->states[i].failed)
             say_failure(c, i);
 }
 
-void control_end_failed(struct control *c, const char *text)
+void control_end_failed(struct control *c, int status, const char *text)
 {
     if (!control_failed(c))
-        end(c, false, text);
+        end(c, status, text);
 }
 
 bool control_all_failed(const struct control *c)
@@ -151,8 +155,8 @@ static void judge_failures(struct control *c)
         if (c->states[i].failed)
             say_failure(c, i);
     snprintf(text, sizeof(text), "%s can not go on", c->peers[first].name);
-    tell_end(c, END_FAILURE, text);
-    end(c, false, text);
+    tell_end(c, c->states[first].status, text);
+    end(c, c->states[first].status, text);
 }
 
 // Dead or silent peers. Whether there is one.
@@ -263,15 +267,16 @@ void control_judge(struct control *c)
 // A process that has said nothing yet says why it ends.
 static void leave_now(struct control *c)
 {
-    if (!c->end.death && !c->leaving && c->rank != 0)
+    bool death = c->end.status == END_DEATH;
+    if (!death && !c->leaving && c->rank != 0)
         log_error("ending: %s", c->end.text);
-    _exit(EXIT_FAILED);
+    _exit(death ? EXIT_FAILED : c->end.status);
 }
 
 void control_end_now(struct control *c)
 {
     double since = timer_now() - c->end.when;
-    if (!c->end.death && since < failure_seconds)
+    if (c->end.status != END_DEATH && since < failure_seconds)
         return;
     if (c->abort != NULL)
         c->abort(c->context);
@@ -282,7 +287,9 @@ void control_end_late(struct control *c)
 {
     if (!control_failed(c))
         return;
-    double grace = c->leaving ? leaving_seconds : c->end.death ? death_seconds : failure_grace;
+    double grace = c->end.status == END_DEATH ? death_seconds : failure_grace;
+    if (c->leaving)
+        grace = leaving_seconds;
     if (timer_now() - c->end.when > grace)
         leave_now(c);
 }

@@ -11,6 +11,7 @@
 #include "base/memory.h"
 #include "base/rng.h"
 #include "configs/config.h"
+#include "trainer/commands.h"
 #include "trainer/rank_control.h"
 #include "trainer/rank_gpu.h"
 #include "trainer/rank_place.h"
@@ -325,14 +326,24 @@ int ranks_signal(const struct ranks *ranks)
     return ranks->control != NULL ? control_signal(ranks->control) : signals_received();
 }
 
-void ranks_fail(struct ranks *ranks, const char *text)
+static void give_up(struct ranks *ranks, const char *text, int status)
 {
     if (ranks->control != NULL) {
         ranks->failed = true;
-        control_fail(ranks->control, text);
+        control_fail(ranks->control, text, status);
     } else if (text[0] != '\0') {
         log_error("%s", text);
     }
+}
+
+void ranks_fail(struct ranks *ranks, const char *text)
+{
+    give_up(ranks, text, EXIT_FAILED);
+}
+
+void ranks_refuse(struct ranks *ranks, const char *text)
+{
+    give_up(ranks, text, EXIT_REFUSED);
 }
 
 void ranks_confirm(struct ranks *ranks, int64_t number)

@@ -70,6 +70,8 @@ int ranks_signal(const struct ranks *ranks);
 // within a second) and tells the others, which then end with status 1 by themselves unless they call this, too.
 // Returns within seconds; the caller then exits with its own status. Other threads must be at rest.
 void ranks_fail(struct ranks *ranks, const char *text);
+// The same before the first step: ranks that have not failed themselves end with status 2, too.
+void ranks_refuse(struct ranks *ranks, const char *text);
 
 // For work in the background, from any thread, in any order: this rank has finished number `number` (a step
 // whose files are written, say). Numbers grow.

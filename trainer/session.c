@@ -22,8 +22,9 @@ int session_config(struct config *config, const char *file, const char *const *s
     struct error warnings = {0};
     if (config_load(config, file, sets, set_count, err) != 0)
         return -1;
-    log_configure((enum log_level)config->log.level, 0);
-    if (config_warnings(config, &warnings) > 0)
+    log_configure((enum log_level)config->log.level, log_rank());
+    // The same for all ranks.
+    if (config_warnings(config, &warnings) > 0 && log_rank() == 0)
         log_warn("%s", warnings.text);
     if ((needs & SESSION_TRAIN) == 0) {
         drop_texts(&config->data.train);

@@ -169,6 +169,7 @@ static void open_host(struct step *step)
     step->anchors = memory_alloc(tokens, sizeof(*step->anchors));
     step->accepted = memory_alloc(tokens, sizeof(*step->accepted));
     step->slots = memory_alloc(rows, sizeof(*step->slots));
+    step->wanted = memory_alloc(rows, sizeof(*step->wanted));
     step->h_squares = s->backend->host_alloc(s->params->count * sizeof(*step->h_squares));
     step->h_own_squares = s->backend->host_alloc(s->params->count * sizeof(*step->h_own_squares));
     slot_results_open(&step->results, s->execution->group_rows);
@@ -223,6 +224,7 @@ void step_close(struct step *step)
     free(step->anchors);
     free(step->accepted);
     free(step->slots);
+    free(step->wanted);
     if (step->h_squares != NULL)
         step->setup.backend->host_free(step->h_squares);
     if (step->h_own_squares != NULL)
@@ -276,17 +278,28 @@ static const bf16 *step_last_hidden(const struct step *step, const struct row *r
     return row->features.last < 0 ? NULL : step->dflash.features + row->features.last;
 }
 
+// The block rows of the first `count` slots; NULL where there are none.
+static const int32_t *list_wanted(struct step *step, int64_t count)
+{
+    int64_t size = step->setup.sizes->block_size;
+    for (int64_t i = 0; i < count; i++)
+        step->wanted[i] = (int32_t)(step->slots[i].block * size + step->slots[i].slot);
+    return count > 0 ? step->wanted : NULL;
+}
+
 // One group: blocks anchors[first .. first + count). Its scored slots are counted into metrics.
 static void run_group(struct step *step, const struct row *row, int64_t first, int64_t count,
                       bool gradient, bool last, struct metrics *metrics)
 {
     const struct step_setup *s = &step->setup;
     const struct backend *backend = s->backend;
-    const void *hidden =
-        dflash_group_forward(&step->dflash, backend, step->stream, step->anchors + first, count);
-    lap(step, STEP_FORWARD);
     int64_t slots = slots_make(row, &step->layout, step->anchors + first, count, step->slots);
-    struct loss_group group = {.rows = count * s->sizes->block_size,
+    const int32_t *wanted = list_wanted(step, slots); // a group without slots goes through whole
+    const void *hidden = dflash_group_forward(&step->dflash, backend, step->stream,
+                                              step->anchors + first, count, wanted, slots);
+    lap(step, STEP_FORWARD);
+    struct loss_group group = {.rows = wanted != NULL ? slots : count * s->sizes->block_size,
+                               .by_slot = wanted != NULL,
                                .hidden = hidden,
                                .last = step_last_hidden(step, row),
                                .last_stride = row->features.stride,

@@ -69,6 +69,7 @@ struct step {
     struct anchor_scratch anchor_scratch;
     int32_t *anchors, *accepted; // [seq_len] host
     struct slot *slots;          // [group_rows] host
+    int32_t *wanted;             // [group_rows] host: block rows of the slots
     struct slot_results results;
     struct metrics metrics;               // since step_begin
     struct step_clock clock;              // since step_begin

@@ -112,12 +112,14 @@ static int loop(struct run *run, struct error *err)
 }
 
 // What has ended a rank ends all of them: one that fails alone tells the others.
-static void tell_failure(struct run *run, const struct error *err)
+static void tell_failure(struct run *run, int status, const struct error *err)
 {
-    if (run->ranks != NULL && session_ranks(&run->session) > 1)
-        ranks_fail(run->ranks, err->text);
-    else
+    if (run->ranks == NULL)
         log_error("%s", err->text);
+    else if (status == EXIT_REFUSED)
+        ranks_refuse(run->ranks, err->text);
+    else
+        ranks_fail(run->ranks, err->text);
 }
 
 int command_train(const struct options *options)
@@ -140,7 +142,7 @@ int command_train(const struct options *options)
         log_info("done: %lld steps; results are in %s", (long long)run.counters.step,
                  run.config.run.dir);
     else if (err.text[0] != '\0')
-        tell_failure(&run, &err);
+        tell_failure(&run, status, &err);
     run_close(&run);
     return status;
 }

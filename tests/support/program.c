@@ -52,8 +52,15 @@ void program_start(struct program *program, const char *output, const char *cons
     char *words[ARGUMENTS] = {NULL}, number[16];
     int count = 0;
     snprintf(number, sizeof(number), "%d", program->ranks);
-    const char *const launcher[] = {
-        "mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", number};
+    const char *const launcher[] = {"mpirun",
+                                    "--allow-run-as-root",
+                                    "--oversubscribe",
+                                    "--bind-to",
+                                    "none",
+                                    "-x",
+                                    "ASAN_OPTIONS=detect_leaks=0", // of MPI's own
+                                    "-n",
+                                    number};
     for (size_t i = 0; program->ranks > 0 && i < sizeof(launcher) / sizeof(*launcher); i++)
         words[count++] = (char *)launcher[i];
     words[count++] = (char *)DTRAIN_BINARY;

@@ -335,7 +335,8 @@ const float *step_fixture_hidden(struct step_fixture *f, const struct row *row,
     BUG_UNLESS(step->dflash.options.compute == DTYPE_F32);
     dflash_context_forward(&step->dflash, step->setup.backend, step->stream, row, row->hidden,
                            false, 0);
-    return dflash_group_forward(&step->dflash, step->setup.backend, step->stream, anchors, count);
+    return dflash_group_forward(&step->dflash, step->setup.backend, step->stream, anchors, count,
+                                NULL, 0);
 }
 
 float *step_fixture_fetch(const struct step_fixture *f, const float *flat)

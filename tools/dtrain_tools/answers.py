@@ -23,20 +23,9 @@ class AnswerLog:
     def __init__(self, path):
         self.path, self.known = path, {}
         if os.path.exists(path):
-            self._read()
+            self.known, good = read_answers(path)
+            os.truncate(path, good)
         self.file = open(path, "a", encoding="utf-8")
-
-    def _read(self):
-        good = 0
-        with open(self.path, "rb") as file:
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                entry = json.loads(line)
-                name = (entry["key"], entry["occurrence"], entry["sample"])
-                self.known[name] = (entry["turns"], entry["ids"], entry["mask"])
-                good += len(line)
-        os.truncate(self.path, good)
 
     def add(self, entries):
         for (key, occurrence, sample), turns, ids, mask in entries:
@@ -48,6 +37,19 @@ class AnswerLog:
 
     def close(self):
         self.file.close()
+
+
+def read_answers(path):
+    """-> known, bytes of whole lines."""
+    known, good = {}, 0
+    with open(path, "rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            entry = json.loads(line)
+            known[(entry["key"], entry["occurrence"], entry["sample"])] = (entry["turns"], entry["ids"], entry["mask"])
+            good += len(line)
+    return known, good
 
 
 @dataclasses.dataclass
@@ -80,11 +82,11 @@ class Answerer:
         self.limit, self.turns, self.seed = options.max_new_tokens, options.turns, options.seed
         self.longest = options.max_tokens
 
-    def run(self, sources):
-        """Answers every turn of every prompt that the log does not have yet."""
+    def run(self, prompts):
+        """Answers every turn of every prompt (source, occurrence) that the log does not have yet."""
         waiting = []
-        for source, occurrence in zip(sources, occurrences(sources)):
-            for sample in range(self.samples if source.kind == "prompt" else 0):
+        for source, occurrence in prompts:
+            for sample in range(self.samples):
                 name = (source.key, occurrence, sample)
                 answered, ids, mask = self.log.known.get(name, (0, [], []))
                 if answered < self._turns_of(source):
@@ -116,7 +118,9 @@ class Answerer:
                     going.append(dialogue)
             self.log.add([(d.name, d.answered, d.ids, d.mask) for d, _ in group])
             done += len(group)
-            self.say(f"answered {done}/{len(fits)}, {tokens / (time.time() - started):.0f} tokens/s")
+            seconds = time.time() - started
+            self.say(f"answered {done}/{len(fits)}, {tokens / seconds:.0f} tokens/s, "
+                     f"{seconds * (len(fits) - done) / done / 60:.1f} minutes left")
         return going
 
     def _question(self, dialogue):

@@ -4,6 +4,7 @@ import time
 
 from dtrain_tools.documents import InputError
 from dtrain_tools.shards import DiskFull
+from dtrain_tools.spool import Stalled
 
 RUN_FAILED, REFUSED = 1, 2
 
@@ -23,7 +24,7 @@ def exit_status(action, arguments):
     except InputError as error:
         say(f"error: {error}")
         return REFUSED
-    except (DiskFull, MemoryError) as error:
+    except (DiskFull, MemoryError, Stalled) as error:
         say(f"error: {error}")
         return RUN_FAILED
     except KeyboardInterrupt:

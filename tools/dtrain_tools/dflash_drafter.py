@@ -1,18 +1,19 @@
 """A DFlash drafter as servers run it, from its export alone (config.json, model.safetensors).
 
 A plain and readable reference: one document, one block at a time. Every fact about the drafter comes
-from the export; embedding and head are the target's. Nothing is shared with the trainer, on purpose.
-Letters: C context tokens, B block size, L captured layers, H hidden size.
+from the export; embedding and head are the target's, or the export's own copies where its layout has them.
+Nothing is shared with the trainer, on purpose.
+Letters: C context tokens, B block size, L captured layers, H hidden size, V and Vd vocabulary and draft vocabulary.
 """
 
-import json
-import math
 import os
 
 import torch
 from safetensors.torch import load_file
 
 from dtrain_tools.documents import InputError
+from dtrain_tools.export_config import read_export_config
+from dtrain_tools.rotary import rope_frequencies
 
 UNSERVED = {"predict_from_anchor": "drafts start in slot 0", "sample_from_anchor": "drafts start in slot 0",
             "sliding_window_non_causal": "sliding layers see the whole block",
@@ -20,49 +21,11 @@ UNSERVED = {"predict_from_anchor": "drafts start in slot 0", "sample_from_anchor
 
 
 def read_config(folder):
-    path = os.path.join(folder, "config.json")
-    try:
-        with open(path, encoding="utf-8") as file:
-            config = json.load(file)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from error
-    config.update(config.get("dflash_config") or {})
-    wanted = ("block_size", "mask_token_id", "target_layer_ids", "num_hidden_layers", "hidden_size",
-              "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "layer_types")
-    missing = [name for name in wanted if config.get(name) is None]
-    if missing:
-        raise InputError(f"{path}: no {', '.join(missing)}")
+    config = read_export_config(folder)
     for name, meaning in UNSERVED.items():
         if config.get(name):
-            raise InputError(f"{path}: {name}: {meaning}; no server runs this, so it is not decoded here")
-    if "sliding_attention" in config["layer_types"] and not config.get("sliding_window"):
-        raise InputError(f"{path}: layer_types has sliding_attention but there is no sliding_window")
-    if len(config["layer_types"]) != config["num_hidden_layers"]:
-        raise InputError(f"{path}: {len(config['layer_types'])} layer_types for {config['num_hidden_layers']} layers")
+            raise InputError(f"{config['path']}: {name}: {meaning}; no server runs this, so it is not decoded here")
     return config
-
-
-def rope_frequencies(config):
-    """-> inverse frequencies [head_dim/2] in fp64, and the factor on cos and sin."""
-    dim, theta = config["head_dim"], config["rope_theta"]
-    plain = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    scaling = config.get("rope_scaling")
-    if scaling is None:
-        return plain, 1.0
-    kind, factor = scaling.get("rope_type", scaling.get("type")), float(scaling.get("factor", 1.0))
-    if kind == "default":
-        return plain, 1.0
-    if kind == "linear":
-        return plain / factor, 1.0
-    if kind != "yarn":
-        raise InputError(f"rope_scaling: {kind!r} is not known here")
-    original = scaling["original_max_position_embeddings"]
-
-    def pair(turns):  # which pair turns that often over the original positions
-        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-    low, high = max(math.floor(pair(32)), 0), min(math.ceil(pair(1)), dim - 1)
-    share = ((torch.arange(dim // 2, dtype=torch.float64) - low) / ((high - low) or 0.001)).clamp(0, 1)
-    return plain / factor * share + plain * (1 - share), 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def rms_norm(x, weight, eps):
@@ -76,17 +39,27 @@ def rotate(x, cos, sin):
 
 
 class Drafter:
-    def __init__(self, folder, target, dtype):
+    """drafts: how many to make, as a server that is told a number: the block is that much shorter."""
+
+    def __init__(self, folder, target, dtype, drafts=None):
         self.config, self.target = read_config(folder), target
         path = os.path.join(folder, "model.safetensors")
         if not os.path.exists(path):
             raise InputError(f"{path}: no such file")
-        self.weights = {name: tensor.to(target.device, dtype) for name, tensor in load_file(path).items()}
+        self.weights = {name: tensor.to(target.device) for name, tensor in load_file(path).items()}
+        for name, tensor in self.weights.items():
+            if tensor.is_floating_point():
+                self.weights[name] = tensor.to(dtype)
         self.dtype, self.eps = dtype, self.config["rms_norm_eps"]
         self.block_size = self.config["block_size"]
+        if drafts is not None and not 1 <= drafts < self.block_size:
+            raise InputError(f"{folder}: {drafts} drafts from blocks of {self.block_size}; 1 to {self.block_size - 1} can be made")
+        self.block_size = self.block_size if drafts is None else drafts + 1
         self.layer_ids = list(self.config["target_layer_ids"])
-        self.frequencies, self.rope_factor = rope_frequencies(self.config)
+        frequencies, self.rope_factor = rope_frequencies(self.config)
+        self.frequencies = torch.tensor(frequencies, dtype=torch.float64)
         self._check(folder)
+        self._take_vocabulary(folder)
         self.forget()
 
     def _check(self, folder):
@@ -106,6 +79,21 @@ class Drafter:
                              f"{len(self.target.layers)} layers")
         if self.config["mask_token_id"] >= self.target.vocab_size:
             raise InputError(f"{folder}: mask_token_id {self.config['mask_token_id']} has no embedding")
+
+    def _take_vocabulary(self, folder):
+        """Own embedding [V, H], own head [Vd, H] and the table of offsets from draft ids to the target's [Vd]."""
+        hidden, vocab = self.config["hidden_size"], self.target.vocab_size
+        self.embedding, self.head = self.weights.get("embed_tokens.weight"), self.weights.get("lm_head.weight")
+        offsets = self.weights.get("d2t")
+        size = self.config.get("draft_vocab_size") or vocab
+        for name, tensor, rows in (("embed_tokens.weight", self.embedding, None), ("lm_head.weight", self.head, size)):
+            if tensor is not None and (tensor.shape[1] != hidden or rows not in (None, tensor.shape[0])):
+                raise InputError(f"{folder}: tensor {name} is {list(tensor.shape)}, not [{rows or vocab}, {hidden}]")
+        if size != self.target.head.weight.shape[0] and (self.head is None or offsets is None):
+            raise InputError(f"{folder}: draft_vocab_size is {size}, but there is no lm_head.weight with d2t of that size")
+        self.ids = None if offsets is None else torch.arange(size, device=offsets.device) + offsets
+        if self.ids is not None and not (self.ids.min() >= 0 and self.ids.max() < vocab):
+            raise InputError(f"{folder}: d2t leads to tokens outside the target's {vocab}")
 
     def _weight(self, layer, name):
         return self.weights[f"layers.{layer}.{name}.weight"]
@@ -160,7 +148,9 @@ class Drafter:
     def block(self, anchor_token):
         """Final states [B, H] of the block whose anchor is the position after the context."""
         ids = [anchor_token] + [self.config["mask_token_id"]] * (self.block_size - 1)
-        x = self.target.embedding(torch.tensor(ids, device=self.target.device)).to(self.dtype)
+        ids = torch.tensor(ids, device=self.target.device)
+        x = self.target.embedding(ids) if self.embedding is None else self.embedding[ids]
+        x = x.to(self.dtype)
         rope = self._rope(range(self.length, self.length + self.block_size))
         for layer in range(self.config["num_hidden_layers"]):
             x = x + self._attention(layer, rms_norm(x, self._weight(layer, "input_layernorm"), self.eps), rope)
@@ -169,6 +159,17 @@ class Drafter:
             x = x + (torch.nn.functional.silu(gate) * up) @ self._weight(layer, "mlp.down_proj").T
         return rms_norm(x, self.weights["norm.weight"], self.eps)
 
-    def draft(self, anchor_token):
-        """B - 1 ids for the positions after the anchor; slot 0 drafts nothing."""
-        return self.target.logits(self.block(anchor_token)[1:]).argmax(dim=1).tolist()
+    def logits(self, states):
+        """fp32 [n, V]; with a draft vocabulary, -inf for every other token."""
+        if self.head is None:
+            return self.target.logits(states)
+        logits = states.float() @ self.head.float().T
+        if self.ids is None:
+            return logits
+        whole = logits.new_full((len(logits), self.target.vocab_size), float("-inf"))
+        whole[:, self.ids] = logits
+        return whole
+
+    def slots(self, anchor_token):
+        """Logits [B - 1, V] for the positions after the anchor; slot 0 drafts nothing."""
+        return self.logits(self.block(anchor_token)[1:])

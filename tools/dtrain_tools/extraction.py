@@ -1,10 +1,11 @@
 """The run of an extraction: folder, plan of shards, capture, progress.
 
     OUT/extraction.json     what is extracted (a resumed run must match it)
-    OUT/answers.jsonl       what the target answered so far
+    OUT/answers/, answers.jsonl   what the target answered: so far, and all of it
     OUT/target/             target directory
     OUT/train-00000.h5 ...  finished shards (and val-*.h5)
     OUT/documents.jsonl     manifest: a line a document, written when all shards are there
+    OUT/claims/             which of several workers has which piece of work
 
 Shards are planned from the documents alone, so a resumed run plans the same ones and skips those that
 exist. Nothing but the states of one batch is held in memory.
@@ -53,20 +54,27 @@ def plan_shards(documents, val_keys, base_key, shard_tokens):
     return shards
 
 
+def state_attributes(target, layer_ids):
+    """What the states of a target are, for shards and manifests."""
+    return {"target_layer_ids": layer_ids, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size,
+            "last_hidden": "pre_norm"}
+
+
 class Extraction:
     def __init__(self, target, folder, layer_ids, attributes, say, float8=False):
         self.target, self.folder, self.layer_ids, self.say = target, folder, layer_ids, say
-        self.attributes = {**attributes, "target_layer_ids": layer_ids, "hidden_size": target.hidden_size,
-                           "vocab_size": target.vocab_size, "last_hidden": "pre_norm"}
+        self.attributes = {**attributes, **state_attributes(target, layer_ids)}
         self.float8 = float8
         self.token_bytes = token_bytes(len(layer_ids), True, target.hidden_size, float8)
         self.seconds = 0.0
         self.tokens = self.padded = self.greedy_same = self.supervised = 0
+        self.shards, self.done = {}, set()  # by name; names of finished ones
 
     def bytes_needed(self, shards):
         return sum(shard_bytes(len(s.documents), s.tokens, self.token_bytes) for s in shards)
 
-    def run(self, shards, budget, capture, teacher_rows):
+    def run(self, shards, budget, capture, teacher_rows, claims):
+        self.shards = {shard.name: shard for shard in shards}
         missing = [shard for shard in shards if not self._finished(shard)]
         if len(missing) < len(shards):
             self.say(f"{len(shards) - len(missing)} of {len(shards)} shards are finished and kept")
@@ -76,37 +84,58 @@ class Extraction:
         if need > free:
             raise DiskFull(f"{self.folder}: {need:,} bytes needed, {free:,} free; nothing was captured: make room, "
                            "choose fewer layers or documents (--limit), or write to another disk")
-        for shard in missing:
-            self._write(shard, budget, capture, teacher_rows)
-        self._write_manifest(shards)
+        claims.share(self.shards, lambda name: self._finished(self.shards[name]),
+                     lambda name, dead: self._write(self.shards[name], budget, capture, teacher_rows, claims, dead))
+        self._write_manifest(shards, claims.token)
 
     def _finished(self, shard):
         """A shard of that name exists and holds exactly these documents."""
         path = os.path.join(self.folder, shard.name)
-        if not os.path.exists(path):
-            return False
+        if shard.name in self.done or not os.path.exists(path):
+            return shard.name in self.done
         if not holds_documents(path, shard.ids):
             raise InputError(f"{path}: holds other documents than this run plans for it; use another --out")
+        self.done.add(shard.name)
         return True
 
-    def _write(self, shard, budget, capture, teacher_rows):
+    def _write(self, shard, budget, capture, teacher_rows, claims, dead):
+        """dead: the token of a worker that died over this shard, or None."""
         path = os.path.join(self.folder, shard.name)
+        if dead and os.path.exists(f"{path}.{dead}{TEMPORARY}"):
+            os.remove(f"{path}.{dead}{TEMPORARY}")
+        left = sum(other.tokens for other in self.shards.values() if not self._finished(other))
+        workers = claims.workers()
         writer = ShardWriter(path, self.attributes, [len(d.ids) for d in shard.documents], shard.ids,
-                             float8=self.float8)
+                             float8=self.float8, suffix=f".{claims.token}{TEMPORARY}")
+        self._fill(writer, shard, budget, capture, teacher_rows, lambda done, tokens: self._report(
+            f"{shard.name} {done}/{len(shard.documents)}", (left - tokens) / workers))
+        if not claims.still_mine(shard.name):  # this process was taken for dead
+            writer.abort()
+            return
+        writer.finish()
+
+    def write(self, shard, budget, capture, teacher_rows):
+        """A shard that nobody else writes."""
+        writer = ShardWriter(os.path.join(self.folder, shard.name), self.attributes,
+                             [len(d.ids) for d in shard.documents], shard.ids, float8=self.float8)
+        self._fill(writer, shard, budget, capture, teacher_rows, lambda done, tokens: None)
+        writer.finish()
+
+    def _fill(self, writer, shard, budget, capture, teacher_rows, report):
+        """Captures all documents. report(documents, tokens that are done)."""
+        done = tokens = 0
         try:
-            numbered = list(enumerate(shard.documents))
-            groups = budget.run(numbered, lambda pair: len(pair[1].ids),
+            groups = budget.run(list(enumerate(shard.documents)), lambda pair: len(pair[1].ids),
                                 lambda group: self._capture(group, capture, teacher_rows))
-            done = 0
             for group, results in groups:
                 for (index, document), (states, teacher) in zip(group, results):
                     writer.write(index, document.ids, document.mask, states, teacher)
                 done += len(group)
-                self._report(f"{shard.name} {done}/{len(shard.documents)}")
+                tokens += sum(len(document.ids) for _, document in group)
+                report(done, tokens)
         except BaseException:
             writer.abort()
             raise
-        writer.finish()
 
     def _capture(self, group, capture, teacher_rows):
         started = time.time()
@@ -121,13 +150,16 @@ class Extraction:
             self.greedy_same += int((ids[1:] == teacher[0][:-1])[mask[1:]].sum())
         return results
 
-    def _report(self, what):
-        self.say(f"{what}, {self.tokens / max(self.seconds, 1e-9):.0f} tokens/s, "
-                 f"{100 * (1 - self.tokens / self.padded):.1f} % padding")
+    def _report(self, what, left):
+        """left: tokens to come, of this worker's share."""
+        rate = self.tokens / max(self.seconds, 1e-9)
+        self.say(f"{what}, {rate:.0f} tokens/s, {100 * (1 - self.tokens / self.padded):.1f} % padding, "
+                 f"{left / rate / 60:.1f} minutes left")
 
-    def _write_manifest(self, shards):
+    def _write_manifest(self, shards, token):
         path = os.path.join(self.folder, "documents.jsonl")
-        with open(path + TEMPORARY, "w", encoding="utf-8") as file:
+        temporary = f"{path}.{token}{TEMPORARY}"
+        with open(temporary, "w", encoding="utf-8") as file:
             for shard in shards:
                 for document, identity in zip(shard.documents, shard.ids):
                     file.write(json.dumps({"doc_id": identity, "source": document.source, "key": document.key,
@@ -135,7 +167,7 @@ class Extraction:
                                            "supervised": document.supervised, "shard": shard.name}) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        os.replace(path + TEMPORARY, path)
+        os.replace(temporary, path)
 
 
 def settle_folder(folder, settings):
@@ -150,9 +182,19 @@ def settle_folder(folder, settings):
             raise InputError(f"{folder}: holds an extraction with other settings ({', '.join(differ)}); "
                              "use another --out, or the same settings to go on with it")
         return
-    with open(path + TEMPORARY, "w", encoding="utf-8") as file:
+    temporary = f"{path}.{os.getpid()}{TEMPORARY}"
+    with open(temporary, "w", encoding="utf-8") as file:
         json.dump(settings, file, indent=2)
-    os.replace(path + TEMPORARY, path)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:  # another worker was faster
+        settle_folder(folder, settings)
+    finally:
+        os.remove(temporary)
+
+
+def padding_tolerance(target):
+    return 2e-2 if "float32" in str(target.dtype) else 0.5  # states are rounded to bf16: 2^-7 is one unit
 
 
 def check_padding(capture, documents, teacher_rows, tolerance):

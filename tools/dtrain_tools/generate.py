@@ -10,6 +10,7 @@ import hashlib
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -78,11 +79,14 @@ def grouped_attention(sdpa, module, query, key, value, attention_mask, scaling=N
 
 
 @contextlib.contextmanager
-def attention_in_groups():
+def attention_in_groups(device):
+    """On a GPU without cuDNN's attention, which would plan anew for every length."""
     usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    kernels = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
     ALL_ATTENTION_FUNCTIONS["sdpa"] = lambda *inputs, **options: grouped_attention(usual, *inputs, **options)
     try:
-        yield
+        with kernels if device == "cuda" else contextlib.nullcontext():
+            yield
     finally:
         del ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -123,7 +127,7 @@ class Generation:
     def run(self):
         """-> answers: ids of each, the end token included when there was one."""
         device = self.target.device.type
-        with attention_in_groups():
+        with attention_in_groups(device):
             for number in range(self.limit):
                 nexts = self._next(number)
                 self.text[:, number] = nexts

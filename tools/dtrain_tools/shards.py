@@ -70,6 +70,35 @@ def fsync_folder(folder):
         os.close(handle)
 
 
+def write_attributes(file, kind, attributes, float8):
+    attrs = file.attrs
+    attrs["format"] = kind
+    attrs["format_version"] = np.int32(1)
+    attrs["dtype"] = "float8_e4m3" if float8 else "bfloat16"
+    for name, value in attributes.items():
+        if name == "target_layer_ids":
+            value = np.asarray(value, dtype=np.int32)
+        elif name in ("hidden_size", "vocab_size"):
+            value = np.int64(value)
+        if value is not None:
+            attrs[name] = value
+
+
+def write_manifest(path, attributes, documents, ids, float8=False):
+    """All documents (with .ids and .mask) without features; attributes and float8 as those of the shards to come."""
+    temporary = f"{path}.{os.getpid()}{TEMPORARY}"
+    with h5py.File(temporary, "w") as file:
+        write_attributes(file, "dtrain-manifest", attributes, float8)
+        file["doc_offsets"] = np.concatenate([[0], np.cumsum([len(d.ids) for d in documents])]).astype("<i8")
+        file["doc_id"] = np.asarray(ids, dtype="<u8")
+        file["input_ids"] = np.concatenate([np.asarray(d.ids, dtype="<i4") for d in documents])
+        file["loss_mask"] = np.concatenate([np.asarray(d.mask, dtype=np.uint8) for d in documents])
+    with open(temporary, "r+b") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    fsync_folder(os.path.dirname(os.path.abspath(path)))
+
+
 class ShardWriter:
     """A shard whose documents and lengths are known; their states may come in any order.
 
@@ -89,7 +118,7 @@ class ShardWriter:
         self.hidden_size = int(attributes["hidden_size"])
         self._refuse_full_disk(len(lengths))
         self.file = h5py.File(self.temporary, "w", alignment_threshold=ALIGNMENT, alignment_interval=ALIGNMENT)
-        self._write_attributes(attributes)
+        write_attributes(self.file, "dtrain-features", attributes, float8)
         self._create_datasets(np.asarray(ids, dtype=np.uint64))
         self.file.flush()
         self._reserve()
@@ -102,19 +131,6 @@ class ShardWriter:
         if need > free:
             raise DiskFull(f"{folder}: {need:,} bytes needed for {os.path.basename(self.path)}, {free:,} free; "
                            "make room or write to another disk, then start again: finished shards are kept")
-
-    def _write_attributes(self, attributes):
-        attrs = self.file.attrs
-        attrs["format"] = "dtrain-features"
-        attrs["format_version"] = np.int32(1)
-        attrs["dtype"] = "float8_e4m3" if self.float8 else "bfloat16"
-        for name, value in attributes.items():
-            if name == "target_layer_ids":
-                value = np.asarray(value, dtype=np.int32)
-            elif name in ("hidden_size", "vocab_size"):
-                value = np.int64(value)
-            if value is not None:
-                attrs[name] = value
 
     def _create(self, name, shape, dtype):
         """Contiguous, allocated at once, not filled: a document is one byte range of the file."""

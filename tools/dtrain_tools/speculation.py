@@ -1,8 +1,12 @@
-"""Greedy speculative decoding of one text, and the plain greedy decoding it must equal.
+"""Speculative decoding of one text, greedy or sampled, and the plain decoding that it must equal.
 
 The target keeps a KV cache; a block is the anchor (a token that is known but not yet seen by the
-target) and the drafts. The target checks them in one pass, the leading drafts that are its own choice
+target) and the drafts. The target checks them in one pass, the leading drafts that it accepts
 stay, its next token is the new anchor. Does not batch: this is a reference.
+
+Greedy: a draft is accepted when it is the target's own choice. Sampled (Leviathan et al. 2023): a draft x, drawn
+from the drafter's q, is accepted with probability min(1, p(x) / q(x)); the first that is not is replaced by a draw
+from the positive part of p - q. Whatever the drafter, every token is then a draw from the target's p.
 """
 
 import dataclasses
@@ -11,6 +15,8 @@ import torch
 from transformers import DynamicCache
 
 from dtrain_tools.documents import InputError
+
+CUT_BACK = {"full_attention", "sliding_attention"}  # layers whose cache can forget its last positions
 
 
 @dataclasses.dataclass
@@ -25,9 +31,10 @@ class Runner:
 
     def __init__(self, target, layer_ids, rounded):
         self.target, self.layer_ids, self.rounded = target, layer_ids, rounded
-        if any(kind != "full_attention" for kind in getattr(target.config, "layer_types", None) or []):
-            raise InputError(f"model_type {target.config.model_type!r}: layers with windows or states cannot be "
-                             "rolled back by this reference loop")
+        kinds = set(getattr(target.config, "layer_types", None) or [])
+        if kinds - CUT_BACK:
+            raise InputError(f"model_type {target.config.model_type!r}: layers of the kind "
+                             f"{', '.join(sorted(kinds - CUT_BACK))} cannot be rolled back by this reference loop")
         self.states = {}
         for layer in layer_ids:
             target.layers[layer].register_forward_hook(self._hook(layer))
@@ -39,7 +46,7 @@ class Runner:
         return hook
 
     def forget(self):
-        self.cache = DynamicCache(config=self.target.decoder.config)
+        self.cache = DynamicCache()  # keeps every position, also of layers with a window: the mask has the window
         self.length = 0
 
     @torch.inference_mode()
@@ -62,36 +69,86 @@ class Runner:
             self.length -= count
 
 
-def greedy(runner, prompt, limit, end_ids):
-    """-> plain greedy text, and for each of its tokens the gap between the two largest logits."""
+# ---- how tokens are chosen ---------------------------------------------------------------------------
+
+
+class Greedy:
+    def token(self, logits):
+        return int(logits.argmax())
+
+    def drafts(self, logits):
+        """-> ids of logits [n, V], and what verify() needs of them."""
+        return logits.argmax(dim=1).tolist(), None
+
+    def verify(self, drafts, _, logits):
+        """-> the drafts that the target accepts and one token of its own; logits [n + 1, V]."""
+        choices = logits.argmax(dim=1).tolist()
+        accepted = 0
+        while accepted < len(drafts) and drafts[accepted] == choices[accepted]:
+            accepted += 1
+        return choices[:accepted + 1]
+
+
+class Sampling:
+    """stream: a numpy generator, the only source of chance."""
+
+    def __init__(self, temperature, stream):
+        self.temperature, self.stream = temperature, stream
+
+    def _probabilities(self, logits):
+        return torch.softmax(logits.double() / self.temperature, dim=-1)
+
+    def _draw(self, weights):
+        """An index of weights [V], which need not add up to 1."""
+        total = weights.cumsum(0)
+        index = int(torch.searchsorted(total, total[-1] * self.stream.random(), right=True))
+        return min(index, int(weights.nonzero()[-1]))
+
+    def token(self, logits):
+        return self._draw(self._probabilities(logits))
+
+    def drafts(self, logits):
+        chances = self._probabilities(logits)
+        return [self._draw(row) for row in chances], chances
+
+    def verify(self, drafts, chances, logits):
+        own = self._probabilities(logits)
+        for slot, token in enumerate(drafts):
+            if self.stream.random() * chances[slot, token] >= own[slot, token]:
+                rest = (own[slot] - chances[slot]).clamp(min=0)
+                return [*drafts[:slot], self._draw(rest if rest.any() else own[slot])]  # none: equal but for rounding
+        return [*drafts, self._draw(own[len(drafts)])]
+
+
+# ---- the two loops -----------------------------------------------------------------------------------
+
+
+def plain(runner, prompt, limit, end_ids, chooser):
+    """-> the target's text by itself."""
     runner.forget()
-    text, gaps, ids = [], [], prompt
+    text, ids = [], prompt
     while len(text) < limit and not (text and text[-1] in end_ids):
-        top = runner.see(ids)[0][-1].topk(2)
-        text.append(int(top.indices[0]))
-        gaps.append(float(top.values[0] - top.values[1]))
+        text.append(chooser.token(runner.see(ids)[0][-1]))
         ids = text[-1:]
-    return text, gaps
+    return text
 
 
-def speculate(runner, drafter, prompt, limit, end_ids):
+def speculate(runner, drafter, prompt, limit, end_ids, chooser):
     """-> text, blocks."""
     runner.forget()
     drafter.forget()
     logits, states = runner.see(prompt)
     drafter.see(states)
-    text, blocks = [int(logits[-1].argmax())], []
+    text, blocks = [chooser.token(logits[-1])], []
     while len(text) < limit and text[-1] not in end_ids:
         anchor = len(prompt) + len(text) - 1
-        drafts = drafter.draft(text[-1])
+        drafts, chances = chooser.drafts(drafter.slots(text[-1]))
         logits, states = runner.see([text[-1], *drafts])
-        choices = logits.argmax(dim=1).tolist()
-        accepted = 0
-        while accepted < len(drafts) and drafts[accepted] == choices[accepted]:
-            accepted += 1
+        chosen = chooser.verify(drafts, chances, logits)
+        accepted = len(chosen) - 1
         runner.drop(len(drafts) - accepted)
         drafter.see(states[:accepted + 1])
-        fresh = cut(choices[:accepted + 1], limit - len(text), end_ids)
+        fresh = cut(chosen, limit - len(text), end_ids)
         blocks.append(Block(anchor, min(accepted, len(fresh)), len(drafts)))
         text += fresh
     if blocks:  # the text ends inside the last block

@@ -19,18 +19,21 @@ sys.path[:0] = [TOOLS, os.path.dirname(os.path.abspath(__file__))]
 
 try:
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
 
     import decode
     import extract
     import tiny_llama
     from dtrain_tools import speculation
-    from dtrain_tools.dflash_drafter import Drafter, rope_frequencies
+    from dtrain_tools.documents import InputError
+    from dtrain_tools.dflash_drafter import Drafter
+    from dtrain_tools.rotary import rope_frequencies
     from dtrain_tools.target_model import Target
 except ImportError:
     torch = None
 
 BLOCK = 6
+GREEDY = speculation.Greedy() if torch else None
 CONFIG = {"block_size": BLOCK, "dflash_config": {"mask_token_id": 259, "target_layer_ids": [1, 2, 3]},
           "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4,
           "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None,
@@ -58,6 +61,34 @@ def save_drafter(folder, **changes):
     save_file({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()},
               os.path.join(folder, "model.safetensors"))
     return folder
+
+
+def save_speculators(folder, target, kept=None, **changes):
+    """The same drafter in speculators' layout; kept: target ids of a draft vocabulary."""
+    save_drafter(folder, **changes)
+    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
+        config = json.load(file)
+    dflash, block = config.pop("dflash_config"), config.pop("block_size")
+    config.update(model_type="qwen3", vocab_size=target.vocab_size)
+    with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
+        json.dump({"speculators_model_type": "dflash", "transformer_layer_config": config, "block_size": block,
+                   "aux_hidden_state_layer_ids": [i + 1 for i in dflash["target_layer_ids"]],
+                   "mask_token_id": dflash["mask_token_id"], "sample_from_anchor": False,
+                   "draft_vocab_size": len(kept or range(target.vocab_size))}, file)
+    path = os.path.join(folder, "model.safetensors")
+    tensors = load_file(path)
+    head = target.head.weight if kept is None else target.head.weight[kept]
+    tensors.update({"embed_tokens.weight": target.embedding.weight.clone(), "lm_head.weight": head.clone()})
+    if kept:
+        tensors["d2t"] = torch.tensor(kept) - torch.arange(len(kept))
+        tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool)
+        tensors["t2d"][kept] = True
+    save_file(tensors, path)
+    return folder
+
+
+def one_hot(ids):
+    return torch.nn.functional.one_hot(torch.tensor(ids), tiny_llama.VOCAB).float()
 
 
 @unittest.skipIf(torch is None, "needs torch and transformers")
@@ -140,7 +171,7 @@ class Block(Case):
     def test_rope_scalings(self):
         plain, _ = rope_frequencies(CONFIG)
         linear, factor = rope_frequencies({**CONFIG, "rope_scaling": {"rope_type": "linear", "factor": 4}})
-        torch.testing.assert_close(linear, plain / 4)
+        torch.testing.assert_close(torch.tensor(linear), torch.tensor(plain) / 4)
         self.assertEqual(factor, 1.0)
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -150,7 +181,7 @@ class Block(Case):
             config = LlamaConfig(hidden_size=4 * dim, num_attention_heads=4, head_dim=dim,
                                  max_position_embeddings=2048, rope_parameters={**yarn, "rope_theta": 10000.0})
             theirs = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
-            torch.testing.assert_close(ours[0].float(), theirs[0], rtol=1e-5, atol=0)
+            torch.testing.assert_close(torch.tensor(ours[0], dtype=torch.float32), theirs[0], rtol=1e-5, atol=0)
             self.assertAlmostEqual(ours[1], theirs[1], places=6)
 
 
@@ -161,8 +192,8 @@ class Decoding(Case):
         drafter = self.drafter()
         runner = speculation.Runner(self.target, drafter.layer_ids, False)
         for prompt in self.PROMPTS:
-            expected, _ = speculation.greedy(runner, prompt, 40, {tiny_llama.END})
-            text, blocks = speculation.speculate(runner, drafter, prompt, 40, {tiny_llama.END})
+            expected = speculation.plain(runner, prompt, 40, {tiny_llama.END}, GREEDY)
+            text, blocks = speculation.speculate(runner, drafter, prompt, 40, {tiny_llama.END}, GREEDY)
             self.assertEqual(text, expected)
             self.assertEqual(blocks[0].anchor, len(prompt))
 
@@ -171,14 +202,14 @@ class Decoding(Case):
         drafter = self.drafter()
         runner = speculation.Runner(self.target, drafter.layer_ids, False)
         for prompt in self.PROMPTS:
-            expected, _ = speculation.greedy(runner, prompt, 32, set())
+            expected = speculation.plain(runner, prompt, 32, set(), GREEDY)
 
             def draft(_, prompt=prompt, expected=expected):
                 at = drafter.length - len(prompt) + 1
                 ahead = (expected + [0] * BLOCK)[at:at + BLOCK - 1]
-                return ahead[:3] + [(ahead[3] + 1) % 250, ahead[4]]
-            with mock.patch.object(drafter, "draft", draft):
-                text, blocks = speculation.speculate(runner, drafter, prompt, 32, set())
+                return one_hot(ahead[:3] + [(ahead[3] + 1) % 250, ahead[4]])
+            with mock.patch.object(drafter, "slots", draft):
+                text, blocks = speculation.speculate(runner, drafter, prompt, 32, set(), GREEDY)
             self.assertEqual(text, expected)
             self.assertEqual([b.accepted for b in blocks], [3] * 7 + [3])
             self.assertEqual([b.anchor for b in blocks], [len(prompt) + 4 * i for i in range(8)])
@@ -188,15 +219,63 @@ class Decoding(Case):
         drafter = self.drafter()
         runner = speculation.Runner(self.target, drafter.layer_ids, False)
         prompt = self.PROMPTS[1]
-        endless, _ = speculation.greedy(runner, prompt, 12, set())
+        endless = speculation.plain(runner, prompt, 12, set(), GREEDY)
         end = endless[9]
         first = endless.index(end)
-        expected, _ = speculation.greedy(runner, prompt, 12, {end})
+        expected = speculation.plain(runner, prompt, 12, {end}, GREEDY)
         self.assertEqual(expected, endless[:first + 1])
-        with mock.patch.object(drafter, "draft", lambda _: (endless + [0] * 9)[drafter.length - len(prompt) + 1:][:5]):
-            text, blocks = speculation.speculate(runner, drafter, prompt, 12, {end})
+        with mock.patch.object(drafter, "slots",
+                               lambda _: one_hot((endless + [0] * 9)[drafter.length - len(prompt) + 1:][:5])):
+            text, blocks = speculation.speculate(runner, drafter, prompt, 12, {end}, GREEDY)
         self.assertEqual(text, expected)
         self.assertEqual(blocks[-1].anchor + blocks[-1].scored, len(prompt) + first)
+
+    def test_both_layouts_are_the_same_drafter(self):
+        folder = save_speculators(os.path.join(self.folder, "speculators"), self.target)
+        ours, theirs = self.drafter(), Drafter(folder, self.target, torch.float32)
+        self.assertEqual(ours.layer_ids, theirs.layer_ids)
+        features = torch.randn(9, 3, 32)
+        for drafter in (ours, theirs):
+            drafter.see(features)
+        torch.testing.assert_close(ours.slots(7), theirs.slots(7))
+
+    def test_draft_vocabulary(self):
+        kept = [0, 2, 3, 97, 98, 200]
+        folder = save_speculators(os.path.join(self.folder, "kept"), self.target, kept)
+        whole, some = self.drafter(), Drafter(folder, self.target, torch.float32)
+        features = torch.randn(9, 3, 32)
+        for drafter in (whole, some):
+            drafter.see(features)
+        expected = torch.full((BLOCK - 1, tiny_llama.VOCAB), float("-inf"))
+        expected[:, kept] = whole.slots(7)[:, kept]
+        torch.testing.assert_close(some.slots(7), expected)
+
+    def test_fewer_drafts_are_a_shorter_block(self):
+        drafter = Drafter(save_drafter(os.path.join(self.folder, "short")), self.target, torch.float32, 2)
+        drafter.see(torch.randn(9, 3, 32))
+        self.assertEqual(list(drafter.slots(7).shape), [2, tiny_llama.VOCAB])
+
+    def test_target_with_windows(self):
+        """Its cache is cut back while the window moves; the text is still what the model itself writes."""
+        from transformers import MistralConfig, MistralForCausalLM
+        torch.manual_seed(3)
+        folder = os.path.join(self.folder, "windows")
+        MistralForCausalLM(MistralConfig(
+            vocab_size=tiny_llama.VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, sliding_window=5, max_position_embeddings=128,
+            initializer_range=0.4)).save_pretrained(folder)
+        target = Target(folder, device="cpu")
+        drafter = Drafter(save_drafter(tempfile.mkdtemp(dir=self.folder)), target, torch.float32)
+        runner = speculation.Runner(target, drafter.layer_ids, False)
+        prompt = list(range(40, 60))
+        written = target.model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, 20:].tolist()
+        text, _ = speculation.speculate(runner, drafter, prompt, 24, set(), GREEDY)
+        self.assertEqual(text, written)
+
+    def test_target_that_can_not_be_rolled_back_is_refused(self):
+        with mock.patch.object(self.target.config, "layer_types", ["linear_attention", "full_attention"], create=True), \
+                self.assertRaisesRegex(InputError, "linear_attention"):
+            speculation.Runner(self.target, [], False)
 
     def run_decode(self, *options):
         printed = io.StringIO()
@@ -234,6 +313,14 @@ class Decoding(Case):
         status, printed = self.run_decode("--drafter", drafter, "--max-new-tokens", "9", prompts)
         self.assertEqual(status, 0, printed)
         self.assertIn("0 differences", printed)
+        self.assertIn("plain decoding", printed)
+        sampled = [self.run_decode("--drafter", drafter, "--max-new-tokens", "9", "--temperature", "1", "--seed", seed,
+                                   "--drafts", "2", prompts) for seed in ("4", "4", "5")]
+        lines = [[line for line in printed.splitlines() if line.startswith("prompt")] for _, printed in sampled]
+        self.assertEqual([status for status, _ in sampled], [0, 0, 0])
+        self.assertEqual(len(lines[0]), 5)
+        self.assertEqual(lines[0], lines[1])
+        self.assertNotEqual(lines[0], lines[2])
 
     def test_a_file_that_is_no_shard_is_refused(self):
         drafter = save_drafter(os.path.join(self.folder, "for-no-shard"))
@@ -256,6 +343,111 @@ class Decoding(Case):
             status, printed = self.run_decode("--drafter", folder, __file__)
             self.assertEqual(status, 2, printed)
             self.assertIn(word, printed)
+
+
+class Table:
+    """A target and a drafter over four tokens whose distributions are tables: what is right can be added up.
+
+    The target's next token depends on the two before it; the drafter's on the anchor and the slot, and it is off.
+    """
+    TOKENS, DRAFTS = 4, 3
+
+    def __init__(self):
+        torch.manual_seed(8)
+        self.own = 1.5 * torch.randn(self.TOKENS, self.TOKENS, self.TOKENS)
+        self.drafter = 1.5 * torch.randn(self.TOKENS, self.DRAFTS, self.TOKENS)
+        self.ids = []
+
+    def forget(self):
+        self.ids.clear()
+
+    def see(self, ids):
+        begin = len(self.ids)
+        self.ids.extend(ids)
+        return torch.stack([self.own[self.ids[max(at - 1, 0)], self.ids[at]] for at in range(begin, len(self.ids))]), \
+            torch.zeros(len(ids))
+
+    def drop(self, count):
+        del self.ids[len(self.ids) - count:]
+
+    def slots(self, anchor):
+        return self.drafter[anchor]
+
+    def chances(self, prompt, length, temperature, end):
+        """-> {text: its probability}."""
+        open_texts, done = {(): 1.0}, {}
+        for _ in range(length):
+            grown = {}
+            for text, chance in open_texts.items():
+                before = [*prompt, *text]
+                row = torch.softmax(self.own[before[-2], before[-1]].double() / temperature, dim=0)
+                for token, share in enumerate(row.tolist()):
+                    (done if token == end else grown)[(*text, token)] = chance * share
+            open_texts = grown
+        return {**done, **open_texts}
+
+
+@unittest.skipIf(torch is None, "needs torch and transformers")
+class Sampled(unittest.TestCase):
+    TEXTS, LENGTH, PROMPT = 2500, 4, [1, 2]
+
+    def distance(self, decode, temperature, end):
+        """Chi-square of the texts that decode(stream) gives, in deviations from what chance alone would give."""
+        expected = Table().chances(self.PROMPT, self.LENGTH, temperature, end)
+        self.assertAlmostEqual(sum(expected.values()), 1.0)
+        stream, counts = np.random.default_rng(17), dict.fromkeys(expected, 0)
+        for _ in range(self.TEXTS):
+            counts[tuple(decode(stream))] += 1
+        large = {text for text, chance in expected.items() if chance * self.TEXTS >= 5}
+        pairs = [(counts[text], expected[text] * self.TEXTS) for text in large]
+        pairs.append((self.TEXTS - sum(seen for seen, _ in pairs), self.TEXTS - sum(due for _, due in pairs)))
+        total = sum((seen - due) ** 2 / due for seen, due in pairs if due > 0)
+        return (total - len(large)) / (2 * len(large)) ** 0.5
+
+    def speculate(self, temperature, end):
+        table = Table()
+
+        def decode(stream):
+            chooser = speculation.Sampling(temperature, stream)
+            return speculation.speculate(table, Split(table), self.PROMPT, self.LENGTH, {end}, chooser)[0]
+        return decode
+
+    def test_speculation_keeps_the_targets_distribution(self):
+        for temperature, end in ((1.0, None), (0.6, 3)):
+            self.assertLess(abs(self.distance(self.speculate(temperature, end), temperature, end)), 4)
+
+    def test_plain_sampling_has_it_too(self):
+        table = Table()
+        self.assertLess(abs(self.distance(lambda stream: speculation.plain(
+            table, self.PROMPT, self.LENGTH, set(), speculation.Sampling(1.0, stream)), 1.0, None)), 4)
+
+    def test_the_measure_sees_a_wrong_rule(self):
+        """Drafts accepted too easily, and a replacement drawn from the whole of p: both must show."""
+        def easy(_, drafts, chances, logits):
+            return [*drafts, int(logits[-1].argmax())]
+
+        def whole(chooser, drafts, chances, logits):
+            own = chooser._probabilities(logits)
+            for slot, token in enumerate(drafts):
+                if chooser.stream.random() * chances[slot, token] >= own[slot, token]:
+                    return [*drafts[:slot], chooser._draw(own[slot])]
+            return [*drafts, chooser._draw(own[len(drafts)])]
+        for rule in (easy, whole):
+            with mock.patch.object(speculation.Sampling, "verify", rule):
+                self.assertGreater(self.distance(self.speculate(1.0, None), 1.0, None), 8)
+
+
+class Split:
+    """The drafter's face of a Table: seeing context is not its target's business."""
+
+    def __init__(self, table):
+        self.slots = table.slots
+
+    def forget(self):
+        pass
+
+    def see(self, _):
+        pass
 
 
 if __name__ == "__main__":
