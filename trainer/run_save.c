@@ -8,7 +8,7 @@
 #include "trainer/checkpoint_folder.h"
 #include "trainer/run.h"
 
-enum { FOLDER_TEXT = 1024, WAIT_SECONDS = 600 };
+enum { FOLDER_TEXT = 4096, WAIT_SECONDS = 600 };
 static const double look_seconds = 0.2; // between agreements of ranks that wait
 
 // What all ranks know of each other's parts decides for all of them alike.
