@@ -274,19 +274,6 @@ static void signalled(struct rank *r)
     EXPECT(number == SIGUSR1);
 }
 
-static void confirmed(struct rank *r)
-{
-    for (int64_t number = 1; number <= 3; number++) {
-        usleep(50000 * (unsigned)r->rank);
-        ranks_confirm(r->ranks, number);
-        while (r->rank == 0 && ranks_confirmed(r->ranks) < number)
-            usleep(1000);
-        int64_t own[1] = {ranks_confirmed(r->ranks)};
-        EXPECT(own[0] == number);
-        ranks_barrier(r->ranks);
-    }
-}
-
 // Reductions and broadcasts of 1.7e9 parameters in 64 tensors, in groups of 8, as a large step has them.
 static void speed(struct rank *r)
 {
@@ -337,7 +324,6 @@ int main(int argc, char **argv)
                   {"fails", fails},
                   {"all_fail", all_fail},
                   {"signalled", signalled},
-                  {"confirmed", confirmed},
                   {"killed_queued", killed_queued},
                   {"stopped_queued", stopped_queued},
                   {"speed", speed}};

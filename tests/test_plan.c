@@ -160,8 +160,9 @@ static void operations_are_counted(void **state)
     preset_open(&p, "v4.yaml", sets, 2);
     make(&plan, &p);
     plan_work(&work, &plan, &p.input.subject, &p.config, &p.input.documents, 700.0);
-    double layer = 5120.0 * 4096 * 2 + 5120.0 * 1024 * 2 + 3 * 5120.0 * 17408;
-    assert_true(work.forward == 2.0 * 5 * layer * 512 * 16);
+    double attention = 5120.0 * 4096 + 5120.0 * 1024 * 2;
+    double behind = 5120.0 * 4096 + 3 * 5120.0 * 17408; // in the last layer for 15 of 16 rows
+    assert_true(work.forward == 2.0 * 512 * (16 * (5 * attention + 4 * behind) + 15 * behind));
     assert_true(work.backward == 2.0 * work.forward && work.recompute == 0.0);
     assert_true(work.student == 2.0 * 5120 * 248320 * 512 * 15);
     assert_true(work.teacher < work.student && work.teacher > 0.5 * work.student);

@@ -107,14 +107,6 @@ static void exchanges_are_exact(void **state)
             fail_msg("%d ranks:\n%s", ranks, program_text(output));
 }
 
-static void confirmations_come_together(void **state)
-{
-    (void)state;
-    for (int ranks = 1; ranks <= 3; ranks++)
-        if (run(ranks, "confirmed") != 0)
-            fail_msg("%d ranks:\n%s", ranks, program_text(output));
-}
-
 static void a_signal_reaches_all(void **state)
 {
     (void)state;
@@ -178,7 +170,6 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(exchanges_are_exact),
-        cmocka_unit_test(confirmations_come_together),
         cmocka_unit_test(a_signal_reaches_all),
         cmocka_unit_test(a_killed_rank_ends_all),
         cmocka_unit_test(a_rank_that_exits_ends_all),

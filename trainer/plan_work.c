@@ -49,10 +49,12 @@ static void count_layers(struct plan_work *w, const struct plan *plan, const str
     double h = (double)s->hidden, q = (double)(s->heads * s->head_dim);
     double kv = (double)(s->kv_heads * s->head_dim), layers = (double)s->layers;
     double tokens = (double)config->data.seq_len;
-    double weights = h * (q + 2.0 * kv) + q * h + 3.0 * h * (double)s->intermediate;
+    double behind = q * h + 3.0 * h * (double)s->intermediate; // a layer's attention
+    double weights = h * (q + 2.0 * kv) + behind;
     double fc = 2.0 * tokens * (double)s->features * h * h;
     double keys = layers * 2.0 * tokens * h * 2.0 * kv;
-    w->forward = 2.0 * w->block_rows * layers * weights;
+    // In the last layer only scored rows go on.
+    w->forward = 2.0 * (w->block_rows * layers * weights - (w->block_rows - w->scored) * behind);
     w->backward = 2.0 * w->forward;
     w->context = 2.0 * fc + 3.0 * keys; // the features need no gradient
     double pairs = layers * w->block_rows * (w->visible + (double)s->block_size);

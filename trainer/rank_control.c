@@ -251,25 +251,6 @@ int control_signal(struct control *c)
     return number;
 }
 
-void control_confirm(struct control *c, int64_t number)
-{
-    pthread_mutex_lock(&c->lock);
-    c->confirmed = number;
-    beat(c);
-    pthread_mutex_unlock(&c->lock);
-}
-
-int64_t control_confirmed(struct control *c)
-{
-    pthread_mutex_lock(&c->lock);
-    int64_t smallest = c->confirmed;
-    for (int i = 1; c->rank == 0 && i < c->size; i++)
-        if (c->states[i].last.confirmed < smallest)
-            smallest = c->states[i].last.confirmed;
-    pthread_mutex_unlock(&c->lock);
-    return smallest;
-}
-
 static bool all_left(const struct control *c)
 {
     for (int i = 0; i < peer_count(c); i++)

@@ -34,10 +34,8 @@ void control_check(struct control *control);
 
 // The bytes of rank 0 to all. -1: they have not come in time.
 int control_tell(struct control *control, void *bytes, size_t size, struct error *err);
-// As ranks_signal, ranks_fail, ranks_confirm, ranks_confirmed. status: of ranks that do not fail themselves.
+// As ranks_signal and ranks_fail. status: of ranks that do not fail themselves.
 int control_signal(struct control *control);
 void control_fail(struct control *control, const char *text, int status);
-void control_confirm(struct control *control, int64_t number);
-int64_t control_confirmed(struct control *control);
 
 #endif

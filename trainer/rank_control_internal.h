@@ -13,7 +13,6 @@
 struct heartbeat {
     int64_t entered;              // exchanges so far, the running one included
     int64_t waiting_milliseconds; // in it, or for what is queued; 0: it does not wait
-    int64_t confirmed;
 };
 
 struct peer_state {
@@ -47,7 +46,7 @@ struct control {
     pthread_cond_t changed;
     bool stop, leaving;
 
-    int64_t entered, confirmed;
+    int64_t entered;
     double since; // of the running exchange; 0: none
     double beat;  // the last one sent
     control_waiting_fn *waiting;

@@ -32,8 +32,7 @@ static double own_waiting(const struct control *c)
 struct heartbeat control_own_beat(const struct control *c)
 {
     return (struct heartbeat){.entered = c->entered,
-                              .waiting_milliseconds = (int64_t)(own_waiting(c) * 1000.0),
-                              .confirmed = c->confirmed};
+                              .waiting_milliseconds = (int64_t)(own_waiting(c) * 1000.0)};
 }
 
 size_t numbered_text(struct numbered_text *out, int number, const char *text)

@@ -2,7 +2,6 @@
 // ranks.h are here; how values travel is the engines' business, who lives is rank_control's.
 #include "trainer/ranks.h"
 
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,8 +25,7 @@ struct ranks {
     struct control *control;           // NULL: one rank
     const struct ranks_engine *engine; // NULL: one rank, or not connected yet
     void *state;
-    bool failed;                    // ranks_fail was called
-    atomic_int_least64_t confirmed; // one rank
+    bool failed; // ranks_fail was called
 };
 
 static int set_gpu(const struct rank_place *place, struct error *err)
@@ -344,18 +342,4 @@ void ranks_fail(struct ranks *ranks, const char *text)
 void ranks_refuse(struct ranks *ranks, const char *text)
 {
     give_up(ranks, text, EXIT_REFUSED);
-}
-
-void ranks_confirm(struct ranks *ranks, int64_t number)
-{
-    if (ranks->control != NULL)
-        control_confirm(ranks->control, number);
-    else
-        ranks->confirmed = number;
-}
-
-int64_t ranks_confirmed(const struct ranks *ranks)
-{
-    return ranks->control != NULL ? control_confirmed(ranks->control)
-                                  : (int64_t)atomic_load(&ranks->confirmed);
 }

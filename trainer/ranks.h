@@ -68,16 +68,10 @@ void ranks_barrier(struct ranks *ranks);
 int ranks_signal(const struct ranks *ranks);
 // This rank can not go on. Prints the text as an error (once for all ranks that fail with the same words
 // within a second) and tells the others, which then end with status 1 by themselves unless they call this, too.
-// Returns within seconds; the caller then exits with its own status. Other threads must be at rest.
+// Returns within seconds; the caller then exits with its own status.
 void ranks_fail(struct ranks *ranks, const char *text);
 // The same before the first step: ranks that have not failed themselves end with status 2, too.
 void ranks_refuse(struct ranks *ranks, const char *text);
-
-// For work in the background, from any thread, in any order: this rank has finished number `number` (a step
-// whose files are written, say). Numbers grow.
-void ranks_confirm(struct ranks *ranks, int64_t number);
-// The smallest of the ranks' last numbers as rank 0 knows them, 0 before; on other ranks their own.
-int64_t ranks_confirmed(const struct ranks *ranks);
 
 #ifdef __cplusplus
 }

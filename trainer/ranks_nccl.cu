@@ -17,7 +17,7 @@
 #include "base/memory.h"
 #include "base/timer.h"
 #include "kernels/cuda_internal.cuh"
-#include "trainer/nccl_library.h"
+#include "trainer/nccl_library.cuh"
 #include "trainer/ranks_internal.h"
 
 enum {

@@ -1,7 +1,7 @@
 // NCCL's functions, found when several GPUs are used: a program must start where the library is not there.
 // C++, for ranks_nccl.cu.
-#ifndef TRAINER_NCCL_LIBRARY_H
-#define TRAINER_NCCL_LIBRARY_H
+#ifndef TRAINER_NCCL_LIBRARY_CUH
+#define TRAINER_NCCL_LIBRARY_CUH
 
 #include <dlfcn.h>
 #include <nccl.h>
