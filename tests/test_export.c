@@ -403,6 +403,22 @@ static void predicting_from_the_anchor_is_refused_always(void **state)
     }
 }
 
+// The embedding may have rows past the vocabulary; servers keep none of them.
+static void a_mask_token_outside_the_vocabulary_is_refused(void **state)
+{
+    (void)state;
+    drafter.sizes.mask_token_id = drafter.sizes.vocab;
+    const enum export_format formats[] = {EXPORT_ZLAB, EXPORT_SPECFORGE, EXPORT_SPECULATORS};
+    for (int i = 0; i < 3; i++) {
+        struct error err = {""};
+        assert_int_equal(export_check_servable(&drafter.sizes, formats[i], "", &err), -1);
+        assert_non_null(strstr(err.text, "drafter.mask_token_id: "));
+    }
+    drafter.sizes.mask_token_id = drafter.sizes.vocab - 1;
+    struct error err = {""};
+    assert_int_equal(export_check_servable(&drafter.sizes, EXPORT_ZLAB, NULL, &err), 0);
+}
+
 static void mixed_layers_export_with_a_warning(void **state)
 {
     (void)state;
@@ -439,6 +455,7 @@ int main(void)
         TEST(broken_checkpoints_are_refused),
         TEST(what_servers_do_not_run_needs_consent),
         TEST(predicting_from_the_anchor_is_refused_always),
+        TEST(a_mask_token_outside_the_vocabulary_is_refused),
         TEST(mixed_layers_export_with_a_warning),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -4,6 +4,7 @@
 
 #include <setjmp.h>
 #include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -415,6 +416,11 @@ static void what_dtrain_does_not_have_is_refused_by_name(void **state)
         {"zlab", NULL, "use_sliding_window", "true"},
         {"zlab", NULL, "num_target_layers", "9"},
         {"zlab", NULL, "head_dim", NULL},
+        {"zlab", NULL, "is_causal", "true"},
+        {"zlab", NULL, "rope_is_neox_style", "false"},
+        {"zlab", NULL, "use_gemma_norm", "true"},
+        {"zlab", NULL, "logit_scale", "0.5"},
+        {"speculators", "transformer_layer_config", "is_causal", "true"},
         {"zlab", "dflash_config", "use_swa", "true"},
         {"zlab", "dflash_config", "causal", "true"},
         {"zlab", "dflash_config", "mask_token_id", "null"},
@@ -513,6 +519,21 @@ static void fields_are_allowed_by_name(void **state)
     run_must_say(&fixture, "warm", "drafter.init_allow: head_dim: nothing of that name differs");
 }
 
+// A file beside the drafter that servers read; dtrain would start from another mask embedding.
+static void a_mask_embedding_of_its_own_is_refused(void **state)
+{
+    (void)state;
+    train_and_export((const char *const[]){"zlab", NULL});
+    const char *drafter = init_from("zlab");
+    char *path = memory_format("%s/mask_embedding.pt", drafter);
+    FILE *file = fopen(path, "wb");
+    assert_non_null(file);
+    assert_int_equal(fclose(file), 0);
+    must_refuse(drafter, "log.every=1", "mask_embedding.pt", "mask_embedding.pt");
+    assert_int_equal(start_from(drafter, "drafter.init_allow=[mask_embedding.pt]", NULL), 0);
+    free(path);
+}
+
 static void copies_of_another_target_are_refused(void **state)
 {
     (void)state;
@@ -544,6 +565,7 @@ int main(void)
         TEST(defaults_and_other_spellings_are_understood),
         TEST(tensors_must_fit_and_names_allow),
         TEST(fields_are_allowed_by_name),
+        TEST(a_mask_embedding_of_its_own_is_refused),
         TEST(copies_of_another_target_are_refused),
     };
     return cmocka_run_group_tests_name("release", tests, NULL, NULL);

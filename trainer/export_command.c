@@ -43,10 +43,24 @@ static int served_sizes(struct source *source, struct error *err)
                                           .predict_from_anchor = config->predict_from_anchor,
                                           .sliding_causal = !config->sliding_window_non_causal,
                                           .window_origin = config->window_origin,
-                                          .vocab = INT64_MAX}; // not known yet
+                                          .mask_token_id = config->mask_token_id};
     for (size_t i = 0; i < config->layer_types.count && i < DFLASH_MAX_LAYERS; i++)
         source->sizes.sliding[i] = strcmp(config->layer_types.items[i], "sliding_attention") == 0;
     return 0;
+}
+
+// The target's vocabulary, from the checkpoint's own export.
+static int read_vocabulary(struct source *source, struct error *err)
+{
+    struct json_file file;
+    char *path = memory_format("%s/config.json", source->request->checkpoint);
+    int result = json_open(&file, path, err);
+    free(path);
+    if (result != 0)
+        return -1;
+    result = json_get_int(&file, "vocab_size", &source->sizes.vocab, err);
+    json_close(&file);
+    return result;
 }
 
 static void warn_of_windows(const struct dflash_sizes *sizes, enum export_format format)
@@ -71,6 +85,8 @@ static int open_checkpoint(struct source *source, struct error *err)
         result = config_load(&source->config, path, NULL, 0, err);
     if (result == 0)
         result = served_sizes(source, err);
+    if (result == 0)
+        result = read_vocabulary(source, err);
     if (result == 0)
         result = export_check_servable(&source->sizes, request->format, request->allow, err);
     free(path);

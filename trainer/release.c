@@ -8,6 +8,7 @@
 
 #include "base/bf16.h"
 #include "base/log.h"
+#include "trainer/files.h"
 #include "trainer/json_text.h"
 
 static bool is_allowed(struct release_check *check, const char *name)
@@ -144,6 +145,18 @@ static void check_tensors(struct release_check *check, const struct release *rel
 
 // ---- the directory -------------------------------------------------------------------------------
 
+// Servers replace the embedding of the mask token by this file, wherever it is beside a drafter.
+static void check_mask_embedding(struct release_check *check, const char *directory)
+{
+    char *path = memory_format("%s/mask_embedding.pt", directory);
+    check->file = path;
+    if (files_exists(path))
+        release_fault(check, "mask_embedding.pt",
+                      "the drafter has a mask embedding of its own; dtrain takes the target's row "
+                      "of drafter.mask_token_id");
+    free(path);
+}
+
 static int check_config(struct release *release, struct release_check *check, const char *path)
 {
     struct json_file file;
@@ -179,6 +192,7 @@ int release_open(struct release *release, const char *directory,
     if (result == 0 && safetensors_open(&release->model, model, &why) != 0)
         result = error_add(err, "%s", why.text);
     if (result == 0) {
+        check_mask_embedding(&check, directory);
         check.file = model;
         check_tensors(&check, release);
         result = check.faults > 0 ? -1 : 0;

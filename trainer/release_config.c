@@ -176,6 +176,31 @@ static void check_layer_types(struct release_check *check, const cJSON *layers)
     check_flag(check, layers, "use_sliding_window", true, true, "drafter.layer_types has windows");
 }
 
+// One flag for all layers, which servers prefer to the layer types.
+static void check_causality(struct release_check *check, const cJSON *layers)
+{
+    const struct dflash_sizes *s = check->wanted->sizes;
+    const cJSON *item = get(layers, "is_causal");
+    for (int i = 0; item != NULL && i < s->layers; i++) {
+        bool causal = s->sliding[i] && s->sliding_causal;
+        if (cJSON_IsTrue(item) != causal) {
+            release_fault(check, "is_causal", "%s for all layers, but layer %d is %s",
+                          cJSON_IsTrue(item) ? "true" : "false", i,
+                          causal ? "causal in the block" : "not causal in the block");
+            return;
+        }
+    }
+}
+
+// What some served drafters have around the layers and dtrain's have not.
+static void check_extras(struct release_check *check, const cJSON *layers)
+{
+    check_causality(check, layers);
+    check_flag(check, layers, "rope_is_neox_style", true, true, "dtrain rotates halves");
+    check_flag(check, layers, "use_gemma_norm", false, false, "dtrain's norms multiply by w");
+    check_number(check, layers, &(struct number){"logit_scale", "the factor on logits", 1, 1});
+}
+
 // ---- the block -----------------------------------------------------------------------------------
 
 // `shift`: the file's number of a layer less dtrain's.
@@ -306,6 +331,7 @@ void release_check_config(struct release_check *check, const cJSON *root,
     check_widths(check, layers);
     check_rope(check, layers);
     check_layer_types(check, layers);
+    check_extras(check, layers);
     if (nested)
         check_speculators(check, root);
     else
