@@ -279,7 +279,7 @@ static void speed(struct rank *r)
 {
     enum { TENSORS = 64, GROUP = 8, PASSES = 5 };
     const size_t count = 27000000, bytes = count * sizeof(float);
-    char *memory = r->backend->alloc(TENSORS * bytes);
+    float *memory = r->backend->alloc(TENSORS * bytes);
     for (int kind = 0; kind < 2; kind++) {
         double start = 0.0;
         for (int pass = -1; pass < PASSES; pass++) {
@@ -289,10 +289,9 @@ static void speed(struct rank *r)
                 if (i % GROUP == 0)
                     ranks_group_begin(r->ranks);
                 if (kind == 0)
-                    ranks_reduce(r->ranks, (float *)(memory + (size_t)i * bytes), (int64_t)count,
-                                 i % r->size);
+                    ranks_reduce(r->ranks, memory + (size_t)i * count, (int64_t)count, i % r->size);
                 else
-                    ranks_broadcast(r->ranks, memory + (size_t)i * bytes, bytes / 2, i % r->size);
+                    ranks_broadcast(r->ranks, memory + (size_t)i * count, bytes / 2, i % r->size);
                 if (i % GROUP == GROUP - 1)
                     ranks_group_end(r->ranks);
             }

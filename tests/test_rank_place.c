@@ -268,7 +268,7 @@ static const char *variable_of_case(void *context, const char *name)
 static void check_case(const struct place_case *c, size_t number)
 {
     struct rank_place place;
-    struct error err;
+    struct error err = {0};
     int result = rank_place_read(&place, variable_of_case, (void *)c, &err);
     if ((result != 0) != (c->fault != NULL) ||
         (c->fault != NULL && strstr(err.text, c->fault) == NULL))
@@ -296,7 +296,7 @@ static void environments_are_read(void **state)
 static struct rank_place read_place(struct place_case *c)
 {
     struct rank_place place;
-    struct error err;
+    struct error err = {0};
     assert_int_equal(rank_place_read(&place, variable_of_case, c, &err), 0);
     return place;
 }
@@ -337,6 +337,8 @@ static void jobs_have_tokens_of_their_own(void **state)
                 tokens[0][1] != tokens[1][1]);
 }
 
+#define LONG_NAME "a-name-that-is-longer-than-the-place-for-it-which-has-64-characters"
+
 static void first_hosts_of_lists(void **state)
 {
     (void)state;
@@ -351,13 +353,7 @@ static void first_hosts_of_lists(void **state)
         assert_int_equal(rank_first_host(lists[i][0], host, sizeof(host)), 0);
         assert_string_equal(host, lists[i][1]);
     }
-    static const char *const faults[] = {"",
-                                         ",a",
-                                         "a[",
-                                         "a[]",
-                                         "a[-3]",
-                                         "a-name-that-is-longer-than-the-place-for-it-which-has-64-"
-                                         "characters"};
+    static const char *const faults[] = {"", ",a", "a[", "a[]", "a[-3]", LONG_NAME};
     for (size_t i = 0; i < sizeof(faults) / sizeof(faults[0]); i++)
         assert_int_equal(rank_first_host(faults[i], host, sizeof(host)), -1);
 }

@@ -62,7 +62,7 @@ out:
 static bool several_possible(const struct config *config)
 {
     struct rank_place place;
-    struct error err;
+    struct error err = {0};
     return config->run.device != DEVICE_CPU && config->parallel.gpus != 1 &&
            rank_place_read(&place, rank_variable, NULL, &err) == 0 &&
            place.launcher == LAUNCHER_NONE;

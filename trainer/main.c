@@ -82,7 +82,7 @@ struct command {
 static int train(const struct options *options)
 {
     struct rank_place place;
-    struct error err;
+    struct error err = {0};
     if (rank_place_read(&place, rank_variable, NULL, &err) ==
         0) // else ranks_open says what is wrong
         log_configure(LOG_INFO, place.rank);

@@ -124,7 +124,7 @@ static int take_address(const struct reader *reader, struct rank_place *place)
             "expected, as torchrun sets it");
     if (strlen(address) >= sizeof(place->host))
         return error_add(reader->err, "MASTER_ADDR: longer than the name of a host can be");
-    strcpy(place->host, address);
+    snprintf(place->host, sizeof(place->host), "%s", address);
     return 0;
 }
 
@@ -171,7 +171,7 @@ static int read_mpirun(const struct reader *reader, struct rank_place *place)
     if (place->one_machine)
         snprintf(place->host, sizeof(place->host), "127.0.0.1");
     else if (address != NULL && strlen(address) < sizeof(place->host))
-        strcpy(place->host, address);
+        snprintf(place->host, sizeof(place->host), "%s", address);
     return 0;
 }
 
@@ -208,7 +208,7 @@ static int read_srun_address(const struct reader *reader, struct rank_place *pla
     if (place->one_machine)
         snprintf(place->host, sizeof(place->host), "127.0.0.1");
     else if (address != NULL && strlen(address) < sizeof(place->host))
-        strcpy(place->host, address);
+        snprintf(place->host, sizeof(place->host), "%s", address);
     else if (nodes == NULL)
         return error_add(reader->err, "SLURM_STEP_NODELIST: not set, but other variables of srun "
                                       "are; the hosts of the step were expected");

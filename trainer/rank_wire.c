@@ -75,17 +75,21 @@ static int bind_loopback(int port)
 
 int wire_listen(int *port, int loopback)
 {
-    struct sockaddr_storage bound;
+    union {
+        struct sockaddr any;
+        struct sockaddr_in four;
+        struct sockaddr_in6 six;
+    } bound;
     socklen_t size = sizeof(bound);
+    memset(&bound, 0, sizeof(bound));
     int fd = loopback ? bind_loopback(*port) : bind_everywhere(*port);
     if (fd < 0)
         return -1;
-    if (listen(fd, BACKLOG) != 0 || getsockname(fd, (struct sockaddr *)&bound, &size) != 0) {
+    if (listen(fd, BACKLOG) != 0 || getsockname(fd, &bound.any, &size) != 0) {
         close(fd);
         return -1;
     }
-    *port = ntohs(bound.ss_family == AF_INET6 ? ((struct sockaddr_in6 *)&bound)->sin6_port
-                                              : ((struct sockaddr_in *)&bound)->sin_port);
+    *port = ntohs(bound.any.sa_family == AF_INET6 ? bound.six.sin6_port : bound.four.sin_port);
     set_flags(fd);
     return fd;
 }
@@ -99,13 +103,14 @@ static int connect_to(const struct addrinfo *address, double seconds)
     set_flags(fd);
     if (connect(fd, address->ai_addr, address->ai_addrlen) == 0)
         return fd;
+    failure = errno;
     struct pollfd ready = {.fd = fd, .events = POLLOUT};
-    if (errno != EINPROGRESS)
-        failure = errno;
-    else if (poll(&ready, 1, (int)(seconds * 1000.0)) <= 0)
+    if (failure == EINPROGRESS) {
         failure = ETIMEDOUT;
-    else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &failure, &size) != 0)
-        failure = errno;
+        if (poll(&ready, 1, (int)(seconds * 1000.0)) > 0 &&
+            getsockopt(fd, SOL_SOCKET, SO_ERROR, &failure, &size) != 0)
+            failure = errno;
+    }
     if (failure == 0)
         return fd;
     close(fd);
