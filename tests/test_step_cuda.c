@@ -19,6 +19,7 @@ struct step_case {
     const char *name;
     int64_t vocab, hidden;
     enum last_hidden last_hidden;
+    bool float8;
     int32_t documents[MOST_DOCUMENTS]; // tokens of each; 0: no more
     const char *sets[MOST_SETS];
 };
@@ -28,6 +29,7 @@ static const struct step_case step_cases[] = {
      16384,
      576,
      LAST_HIDDEN_POST_NORM,
+     false,
      {600, 401},
      {"data.seq_len=1024", "drafter.layers=3", "drafter.head_dim=64",
       "drafter.num_attention_heads=9", "drafter.num_key_value_heads=3",
@@ -37,6 +39,7 @@ static const struct step_case step_cases[] = {
      5003,
      256,
      LAST_HIDDEN_PRE_NORM,
+     false,
      {301, 150, 61},
      {"data.seq_len=512", "data.noise_std=0.05", "data.noise_kind=uniform", "drafter.layers=3",
       "drafter.block_size=16", "drafter.head_dim=128", "drafter.num_attention_heads=4",
@@ -49,6 +52,7 @@ static const struct step_case step_cases[] = {
      1009,
      96,
      LAST_HIDDEN_PRE_NORM,
+     false,
      {200, 200},
      {"data.seq_len=400", "drafter.block_size=4", "drafter.head_dim=96",
       "drafter.num_attention_heads=6", "drafter.num_key_value_heads=2",
@@ -61,11 +65,31 @@ static const struct step_case step_cases[] = {
      300007,
      64,
      LAST_HIDDEN_POST_NORM,
+     false,
      {250},
      {"data.seq_len=256", "drafter.block_size=32", "drafter.head_dim=256",
       "drafter.num_attention_heads=2", "drafter.num_key_value_heads=1",
       "drafter.intermediate_size=72", "anchors.max_anchors=7", "anchors.per=row", "loss.lk=0.5",
       "loss.nla=0.1", "loss.ce_data=0.1", "memory.chunk_rows=96"}},
+    {"float8, noise, a width that packs do not divide",
+     1009,
+     100,
+     LAST_HIDDEN_PRE_NORM,
+     true,
+     {301, 150},
+     {"data.seq_len=512", "data.noise_std=0.05", "drafter.block_size=8", "drafter.head_dim=64",
+      "drafter.num_attention_heads=4", "drafter.num_key_value_heads=2",
+      "drafter.intermediate_size=136", "anchors.max_anchors=43", "anchors.per=row",
+      "memory.group_rows=160"}},
+    {"float8, packs",
+     5003,
+     256,
+     LAST_HIDDEN_POST_NORM,
+     true,
+     {400},
+     {"data.seq_len=512", "drafter.block_size=16", "drafter.head_dim=128",
+      "drafter.num_attention_heads=4", "drafter.num_key_value_heads=2",
+      "drafter.intermediate_size=520", "anchors.max_anchors=43", "anchors.per=row"}},
 };
 
 static struct test_backend cuda, cpu;
@@ -105,6 +129,7 @@ static void open_case(struct fixture *t, const struct step_case *c)
                                                             .weight_scale = 0.7,
                                                             .tied = true,
                                                             .last_hidden = c->last_hidden,
+                                                            .float8 = c->float8,
                                                             .sets = c->sets,
                                                             .set_count = sets});
     t->f.execution.threads = CPU_THREADS;

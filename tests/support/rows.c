@@ -9,12 +9,18 @@
 void test_row_open(struct row *row, const int32_t *lengths, int64_t documents, int64_t planes,
                    int64_t hidden_size)
 {
+    struct feature_layout features = feature_layout_make(planes, true, hidden_size, false);
+    test_row_open_features(row, lengths, documents, &features);
+}
+
+void test_row_open_features(struct row *row, const int32_t *lengths, int64_t documents,
+                            const struct feature_layout *features)
+{
     int64_t tokens = 0;
     for (int64_t d = 0; d < documents; d++)
         tokens += lengths[d];
-    struct feature_layout features = feature_layout_make(planes, true, hidden_size, false);
-    row_open(row, tokens, &features, NULL);
-    memset(row->hidden, 0, (size_t)(tokens * planes * hidden_size) * sizeof(*row->hidden));
+    row_open(row, tokens, features, NULL);
+    memset(row->hidden, 0, (size_t)(tokens * features->stride) * sizeof(*row->hidden));
     row->tokens = row->supervised = tokens;
     row->documents = documents;
     for (int64_t d = 0; d < documents; d++) {

@@ -6,6 +6,9 @@
 
 // A row of documents with these lengths: ids are the positions in the row, all tokens are supervised,
 // document d has id 1000 + d, features are 0. Close with row_close(row, NULL).
+void test_row_open_features(struct row *row, const int32_t *lengths, int64_t documents,
+                            const struct feature_layout *features);
+// The same of bf16 planes, the last one the last hidden state.
 void test_row_open(struct row *row, const int32_t *lengths, int64_t documents, int64_t planes,
                    int64_t hidden_size);
 

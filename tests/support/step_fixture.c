@@ -215,22 +215,50 @@ void step_fixture_resolve(struct step_fixture *f, const int64_t *layer_ids, int6
 void step_fixture_init(struct step_fixture *f, const struct step_fixture_options *options)
 {
     static const int64_t ids[FEATURES] = {1, 3, 6};
-    *f = (struct step_fixture){.last_hidden = options->last_hidden};
+    *f = (struct step_fixture){.last_hidden = options->last_hidden, .float8 = options->float8};
     make_config(&f->config, options);
     make_target(f, options);
     step_fixture_resolve(f, ids, FEATURES);
     make_weights(f, options);
 }
 
+// Codes whose values are about as large as a standard normal's, scales that differ by a factor of 4.
+static void make_codes(struct row *row, struct rng_key key)
+{
+    const struct feature_layout *features = &row->features;
+    for (int64_t t = 0; t < row->tokens; t++) {
+        bf16 *token = row->hidden + t * features->stride;
+        float *scales = memory_alloc((size_t)features->layers, sizeof(*scales));
+        uint8_t *codes = (uint8_t *)(token + features->codes);
+        uint64_t first = (uint64_t)t * (uint64_t)((features->planes + 1) * features->hidden_size);
+        for (int64_t l = 0; l < features->layers; l++)
+            scales[l] = 0.1f * exp2f((float)(rng_u64(key, first + (uint64_t)l) % 5) * 0.5f);
+        memcpy(token, scales, (size_t)features->layers * sizeof(*scales));
+        for (int64_t i = 0; i < features->layers * features->hidden_size; i++) {
+            uint64_t draw = rng_u64(key, first + (uint64_t)(i + 64));
+            codes[i] = (uint8_t)((draw % 88) | (draw >> 32 & 1) << 7); // up to 15
+        }
+        for (int64_t i = 0; i < features->hidden_size; i++)
+            token[features->last + i] = bf16_from_float(rng_normal(key, first + (uint64_t)i));
+        free(scales);
+    }
+}
+
 void step_fixture_row(const struct step_fixture *f, struct row *row, const int32_t *lengths,
                       int64_t documents, uint64_t seed)
 {
-    test_row_open(row, lengths, documents, f->planes, f->target.hidden_size);
+    struct feature_layout features =
+        feature_layout_make(f->planes, true, f->target.hidden_size, f->float8);
+    test_row_open_features(row, lengths, documents, &features);
     struct rng_key key = rng_key_make(seed, 0, 7, RNG_TEST);
     for (int64_t t = 0; t < row->tokens; t++)
         row->input_ids[t] = (int32_t)(rng_u64(key, (uint64_t)t) % (uint64_t)f->target.vocab_size);
     int64_t values = row->tokens * row->planes * row->hidden_size;
     key = rng_key_make(seed, 0, 8, RNG_TEST);
+    if (f->float8) {
+        make_codes(row, key);
+        return;
+    }
     for (int64_t i = 0; i < values; i++)
         row->hidden[i] = bf16_from_float(rng_normal(key, (uint64_t)i));
 }
@@ -280,6 +308,7 @@ struct step_setup step_fixture_setup(const struct step_fixture *f)
                                .plane = f->plane,
                                .last_plane = f->last_plane,
                                .last_hidden = f->last_hidden,
+                               .float8 = f->float8,
                                .training = true};
 }
 

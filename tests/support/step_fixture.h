@@ -16,6 +16,7 @@ struct step_fixture_options {
     double weight_scale;          // of the drafter's matrices, times columns^-0.5; 0: 1
     bool tied;                    // the head is the embedding
     enum last_hidden last_hidden; // 0: pre_norm
+    bool float8;                  // rows have codes and scales
     const char *const *sets;      // "section.key=value" over tiny defaults with loss.kl 1
     size_t set_count;
 };
@@ -42,6 +43,7 @@ struct step_fixture {
     int64_t planes;
     int32_t plane[DFLASH_MAX_LAYERS], last_plane;
     enum last_hidden last_hidden;
+    bool float8;
     struct step step;
     struct step_observer observer;
     struct seen_slot *seen; // since step_fixture_run began, in order

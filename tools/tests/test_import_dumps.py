@@ -6,12 +6,14 @@ import gzip
 import json
 import os
 import struct
+import subprocess
+import sys
 import unittest
 import zipfile
 from unittest import mock
 
 import numpy as np
-from test_import import DTRAIN, MODEL, Case, Specforge, Text, needs_dtrain, torch
+from test_import import DTRAIN, MODEL, ROOT, Case, Specforge, Text, needs_dtrain, torch
 
 from dtrain_tools import float8, mask_check, specforge_dump, tensor_file
 from dtrain_tools.documents import InputError
@@ -109,6 +111,36 @@ class Deepspec(DumpCase):
         values = bf16_to_float(expected)
         step = np.maximum(np.abs(values) * 2**-4, np.abs(values).max(axis=2, keepdims=True) / 448 * 2**-9)
         self.assertTrue((np.abs(found - values) <= step * 1.001).all())
+
+    @needs_dtrain
+    def test_killed_at_any_moment(self):
+        """Killed again and again, at moments that come later and later; then it ends with what one run gives."""
+        self.write()
+        options = ("--shard-bytes", "100000", "--split-val", "2")
+        self.imported(*options)
+        whole, self.out = self.out, os.path.join(self.folder, "again")
+        command = [sys.executable, os.path.join(ROOT, "tools", "import_features.py"), "--format", "deepspec", "--data",
+                   self.states, "--target", MODEL, "--out", self.out, "--dtrain", DTRAIN, "--name", "tiny", "--unverified",
+                   "layers", *options]
+        kills, wait = 0, 0.1
+        while True:
+            with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+                try:
+                    _, printed = process.communicate(timeout=wait)
+                    self.assertEqual(process.returncode, 0, printed)
+                    break
+                except subprocess.TimeoutExpired:
+                    process.kill()
+            kills, wait = kills + 1, wait * 1.15
+        self.assertGreater(kills, 3)
+        names = sorted(name for name in os.listdir(whole) if name.endswith(".h5"))
+        self.assertGreater(len(names), 3)
+        self.assertEqual(names, sorted(name for name in os.listdir(self.out) if name.endswith(".h5")))
+        self.assertFalse(os.path.exists(os.path.join(self.out, "unchecked")))
+        for name in names:
+            with h5py.File(os.path.join(whole, name), "r") as a, h5py.File(os.path.join(self.out, name), "r") as b:
+                for dataset in a:
+                    np.testing.assert_array_equal(a[dataset][:], b[dataset][:], f"{name} {dataset}")
 
     @needs_dtrain
     @unittest.skipIf(torch is None, "needs torch")
