@@ -448,7 +448,8 @@ static void bad_validation_shards(void **state)
     options.last_hidden = LAST_HIDDEN_POST_NORM;
     fixture_shard(run_path(&fixture, "val.h5"), &options);
     assert_int_equal(run_train(&fixture, "val-other", NULL), 2);
-    run_must_say(&fixture, "val-other", "differ in dtype, planes, layer ids, hidden size or last_hidden");
+    run_must_say(&fixture, "val-other",
+                 "differ in dtype, planes, layer ids, hidden size or last_hidden");
 }
 
 #define TEST(name) cmocka_unit_test_setup_teardown(name, open_test, close_test)
