@@ -55,6 +55,7 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def reorder_cache(self, rows):
+        rows = rows.to(self.buffers[0].device)  # layers of a spread model are not all on one device
         for at, buffer in enumerate(self.buffers):
             kept = buffer.new_empty(len(rows), *buffer.shape[1:])
             torch.index_select(buffer[:, :, :self.length], 0, rows, out=kept[:, :, :self.length])

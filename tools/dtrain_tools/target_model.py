@@ -160,7 +160,7 @@ class Target:
     def logits(self, states):
         """fp32 logits [n, V] of final (normed) states [n, H], as the model computes them from these."""
         weight, bias = self.weights_of(self.head)["weight"], self.weights_of(self.head).get("bias")
-        states = states.float()
+        states = states.to(self.device, torch.float32)  # a spread model's last layer may be elsewhere
         if weight.dtype == torch.float32:
             out = states @ weight.T
         else:
