@@ -10,15 +10,15 @@
 
 // A launcher passes on what a whole job is sent, so that one signal arrives twice: from the launcher and from the
 // system. Only the second from the same side is another one; and `timeout` sends its signal twice within
-// microseconds.
+// microseconds, so that the same number soon after is the same signal.
 enum sender { FROM_PARENT, FROM_OTHERS, SENDERS };
 static const double apart_seconds = 0.05;
 
 // A handler can reach nothing but globals.
 static volatile sig_atomic_t received;
 static volatile struct {
-    sig_atomic_t count;
-    double first; // when
+    sig_atomic_t number; // of the first; 0: none yet
+    double first;        // when
 } senders[SENDERS];
 static pid_t parent;
 
@@ -27,11 +27,12 @@ static void handle(int signal_number, siginfo_t *info, void *unused)
     (void)unused;
     double now = timer_now();
     enum sender from = info->si_pid == parent ? FROM_PARENT : FROM_OTHERS;
-    if (senders[from].count > 0 && now - senders[from].first > apart_seconds)
+    int before = senders[from].number;
+    if (before != 0 && (before != signal_number || now - senders[from].first > apart_seconds))
         _exit(128 + signal_number);
-    if (senders[from].count == 0)
+    if (before == 0)
         senders[from].first = now;
-    senders[from].count = 1;
+    senders[from].number = signal_number;
     received = signal_number;
 }
 
