@@ -61,22 +61,65 @@ static struct times times_of(const struct bench *bench, struct job *job)
     return times;
 }
 
-// One line of the table, and of the CSV file. Share of the ceiling of what the op is bound by.
+static bool on_cpu(const struct bench *bench)
+{
+    return strcmp(bench->backend->name, "cpu") == 0;
+}
+
+// Of the ceiling's copy.
+static int64_t copy_bytes(const struct bench *bench)
+{
+    return on_cpu(bench) ? 1 << 28 : (int64_t)1 << 31;
+}
+
+static void call_copy(const struct bench *bench, struct job *job)
+{
+    struct convert *op = &job->op.convert;
+    bench->backend->copy(bench->stream, op->to, op->from, (size_t)op->count);
+}
+
+// Binds a copy that reads and writes so many bytes; both tensors are taken.
+static void bind_copy(struct bench *bench, int64_t bytes, struct job *job)
+{
+    *job = (struct job){.call = call_copy};
+    job->op.convert = (struct convert){.count = bytes,
+                                       .from = bench_take_in(bench, DTYPE_F32, bytes / 4),
+                                       .to = bench_take_out(bench, DTYPE_F32, bytes / 4)};
+}
+
+// Seconds of a copy that moves `bytes` in all, half of them each way: what a call of that size can hope
+// for, as the start and the end of a call count more the less it moves.
+static double copy_seconds(struct bench *bench, double bytes)
+{
+    int64_t half = (int64_t)(bytes / 2.0) / 4 * 4;
+    struct job job;
+    if (half == 0 || half >= copy_bytes(bench))
+        return bytes / bench->copy_rate;
+    bench->bytes = 0.0;
+    bind_copy(bench, half, &job);
+    double rate = bench->bytes / times_of(bench, &job).median;
+    bench_give_all(bench);
+    return bytes / rate;
+}
+
+// One line of the table, and of the CSV file. Share of the ceiling of what the op is bound by, and of a
+// copy of as many bytes, which takes same_copy seconds.
 static void print_row(const struct bench *bench, const char *name, const struct job *job,
-                      const struct times *times)
+                      const struct times *times, double same_copy)
 {
     double rate = bench->bytes / times->median, flops = job->flops / times->median;
     double by_bytes = bench->copy_rate > 0.0 ? rate / bench->copy_rate : 0.0;
     double by_flops = bench->flop_rate > 0.0 ? flops / bench->flop_rate : 0.0;
     double share = by_flops > by_bytes ? by_flops : by_bytes;
-    printf("%-46s %9.3f ms %8.3f TFLOP/s %7.1f GB/s %5.1f %%\n", name, times->median * 1e3,
-           flops * 1e-12, rate * 1e-9, share * 100.0);
+    double copy_share = same_copy / times->median;
+    printf("%-46s %9.3f ms %8.3f TFLOP/s %7.1f GB/s %5.1f %% %5.1f %%\n", name, times->median * 1e3,
+           flops * 1e-12, rate * 1e-9, share * 100.0, copy_share * 100.0);
     fflush(stdout);
     if (bench->csv == NULL)
         return;
-    fprintf(bench->csv, "%s,%.6f,%.6f,%.6f,%d,%.3f,%.3f,%.4f,%s,%s\n", name, times->median * 1e3,
-            times->least * 1e3, times->quartiles * 1e3, times->runs, rate * 1e-9, flops * 1e-9,
-            share, DTRAIN_COMMIT, bench->device);
+    fprintf(bench->csv, "%s,%.6f,%.6f,%.6f,%d,%.3f,%.3f,%.4f,%.4f,%s,%s\n", name,
+            times->median * 1e3, times->least * 1e3, times->quartiles * 1e3, times->runs,
+            rate * 1e-9, flops * 1e-9, share, copy_share, DTRAIN_COMMIT, bench->device);
     fflush(bench->csv);
 }
 
@@ -104,8 +147,11 @@ static bool wanted(const struct bench *bench, const char *name)
 static void time_job(struct bench *bench, const char *name, struct job *job)
 {
     struct times times = times_of(bench, job);
-    print_row(bench, name, job, &times);
+    double bytes = bench->bytes;
     bench_give_all(bench);
+    double same_copy = copy_seconds(bench, bytes);
+    bench->bytes = bytes;
+    print_row(bench, name, job, &times, same_copy);
     bench->bytes = 0.0;
 }
 
@@ -177,24 +223,15 @@ static void bench_cases(struct bench *bench)
     }
 }
 
-static void call_copy(const struct bench *bench, struct job *job)
-{
-    struct convert *op = &job->op.convert;
-    bench->backend->copy(bench->stream, op->to, op->from, (size_t)op->count);
-}
-
 // A copy of 2 GiB (CPU: 256 MiB), and a product of 8192 x 8192 x 8192 (CPU: 1024).
 static void measure_ceilings(struct bench *bench)
 {
-    bool cpu = strcmp(bench->backend->name, "cpu") == 0;
-    int64_t side = cpu ? 1024 : 8192, bytes = cpu ? 1 << 28 : (int64_t)1 << 31;
-    struct job job = {.call = call_copy};
-    job.op.convert = (struct convert){.count = bytes,
-                                      .from = bench_take_in(bench, DTYPE_F32, bytes / 4),
-                                      .to = bench_take_out(bench, DTYPE_F32, bytes / 4)};
+    int64_t side = on_cpu(bench) ? 1024 : 8192;
+    struct job job;
+    bind_copy(bench, copy_bytes(bench), &job);
     struct times times = times_of(bench, &job);
     bench->copy_rate = bench->bytes / times.median;
-    print_row(bench, "ceiling/copy", &job, &times);
+    print_row(bench, "ceiling/copy", &job, &times, times.median);
     bench_give_all(bench);
     bench->bytes = 0.0;
 
@@ -202,7 +239,7 @@ static void measure_ceilings(struct bench *bench)
     bench_bind_square(bench, side, &job);
     times = times_of(bench, &job);
     bench->flop_rate = job.flops / times.median;
-    print_row(bench, "ceiling/gemm", &job, &times);
+    print_row(bench, "ceiling/gemm", &job, &times, bench->bytes / bench->copy_rate);
     bench_give_all(bench);
     bench->bytes = 0.0;
     job = (struct job){0};
@@ -309,8 +346,8 @@ static int bench_open(struct bench *bench, const struct arguments *arguments)
     if (bench->csv == NULL)
         return usage("the file of --csv can not be written");
     fprintf(bench->csv,
-            "case,median_ms,least_ms,quartiles_ms,runs,gbytes_per_s,gflops,share,commit,"
-            "device\n");
+            "case,median_ms,least_ms,quartiles_ms,runs,gbytes_per_s,gflops,share,copy_share,"
+            "commit,device\n");
     return 0;
 }
 
@@ -345,9 +382,9 @@ int main(int argc, char **argv)
     if (bench_open(&bench, &arguments) != 0)
         return 2;
     // A CPU takes minutes at the larger sizes.
-    const char *sizes = arguments.sizes != NULL                   ? arguments.sizes
-                        : strcmp(bench.backend->name, "cpu") == 0 ? "smollm2"
-                                                                  : "all";
+    const char *sizes = arguments.sizes != NULL ? arguments.sizes
+                        : on_cpu(&bench)        ? "smollm2"
+                                                : "all";
     measure_ceilings(&bench);
     for (int i = 0; i < bench_size_count; i++)
         if (strcmp(sizes, "all") == 0 || strcmp(sizes, bench_sizes[i].name) == 0)
