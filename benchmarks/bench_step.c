@@ -6,8 +6,8 @@
 // Usage: bench_step cpu|cuda|cuda-generic MODEL ANCHORS[,ANCHORS...] [section.key=value...]
 // MODEL: v4, qwen3-8b, small. A run's own settings of memory.* and kernels.* are given as key=value, and
 // data.rows_per_step for steps of several such rows.
-// Started by torchrun or mpirun it is as many ranks, which share the rows of a step; rank 0 prints, also how long
-// what they exchange takes alone, and how much of it a step waits for.
+// Started by torchrun or mpirun it is as many ranks, which share the rows of a step; rank 0 prints, also how
+// long what they exchange takes alone, and how much of it a step waits for.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -257,31 +257,34 @@ static void run_step(struct bench *b, int64_t anchors)
     b->loss = b->step.metrics.loss / b->step.metrics.weight;
 }
 
-// Whether all ranks take another step: rank 0's clock decides.
-static bool goes_on(struct bench *b, int64_t steps, double seconds)
+// How many steps are timed: enough of them by rank 0's clock, which is asked once, so that steps are queued one
+// after another.
+static int64_t choose_steps(struct bench *b, int64_t anchors)
 {
-    bool on = steps < LEAST_STEPS || seconds < enough_seconds;
-    ranks_share(b->ranks, &on, sizeof(on), 0);
-    return on;
+    for (int i = 0; i < WARM_UP; i++)
+        run_step(b, anchors);
+    b->on.backend->sync(b->step.stream);
+    double begin = timer_now();
+    run_step(b, anchors);
+    b->on.backend->sync(b->step.stream);
+    int64_t steps = 1 + (int64_t)(enough_seconds / (timer_now() - begin));
+    ranks_share(b->ranks, &steps, sizeof(steps), 0);
+    return steps > LEAST_STEPS ? steps : LEAST_STEPS;
 }
 
 // Seconds a step, and of the parts; *block_rows of a step.
 static double measure(struct bench *b, int64_t anchors, double *part, double *block_rows)
 {
-    for (int i = 0; i < WARM_UP; i++)
-        run_step(b, anchors);
-    b->on.backend->sync(b->step.stream);
-    double begin = timer_now(), seconds = 0.0;
-    int64_t steps = 0;
+    int64_t steps = choose_steps(b, anchors);
+    double begin = timer_now();
     memset(part, 0, STEP_PARTS * sizeof(*part));
-    for (; goes_on(b, steps, seconds); steps++) {
+    for (int64_t s = 0; s < steps; s++) {
         run_step(b, anchors);
         for (int i = 0; i < STEP_PARTS; i++)
             part[i] += b->step.clock.seconds[i];
-        seconds = timer_now() - begin;
     }
     b->on.backend->sync(b->step.stream);
-    seconds = timer_now() - begin;
+    double seconds = timer_now() - begin;
     for (int i = 0; i < STEP_PARTS; i++)
         part[i] /= (double)steps;
     *block_rows = b->step.metrics.anchors * (double)b->sizes.block_size;

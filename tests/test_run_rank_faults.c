@@ -1,5 +1,5 @@
-// What goes wrong on one of two ranks is the same for both, through the real program under mpirun: gradients that
-// are not finite (case C12), bad documents, damaged checkpoints and full disks (C7), signals (C6).
+// What goes wrong on one of two ranks is the same for both, through the real program under mpirun: gradients
+// that are not finite (case C12), bad documents, damaged checkpoints and full disks (C7), signals (C6).
 #include <errno.h>
 #include <math.h>
 #include <sched.h>

@@ -1,5 +1,5 @@
-// Whatever ends a rank, the others end too, within a bounded time and naming it, no process is left, and the next run
-// continues bitwise. `run_rank_kills --kills 50` kills that often.
+// Whatever ends a rank, the others end too, within a bounded time and naming it, no process is left, and the
+// next run continues bitwise. `run_rank_kills --kills 50` kills that often.
 #include <math.h>
 #include <setjmp.h>
 #include <signal.h>

@@ -1,5 +1,5 @@
-// Owns when a run's checkpoints are written, and that its ranks agree on each: rank 0 names the folder, all write
-// into it, and it counts when all have.
+// Owns when a run's checkpoints are written, and that its ranks agree on each: rank 0 names the folder, all
+// write into it, and it counts when all have.
 #include <stdlib.h>
 #include <string.h>
 

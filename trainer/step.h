@@ -107,7 +107,8 @@ void step_stage_row(struct step *step, const struct row *row);
 // The row that comes next is this rank's last of the step: its gradients travel while they are made.
 // Optional: those that have not travelled do so in step_apply.
 void step_last_row(struct step *step);
-// Adds a row's gradients; when it returns, the row is not read any more. Returns 1 when stop() asked to give up (the gradients are then useless).
+// Adds a row's gradients; when it returns, the row is not read any more. Returns 1 when stop() asked to
+// give up (the gradients are then useless).
 int step_row(struct step *step, const struct row *row);
 // The same at given positions, ascending, instead of drawn anchors.
 int step_row_anchors(struct step *step, const struct row *row, const int32_t *anchors,
@@ -123,8 +124,8 @@ struct step_outcome {
     double clip_factor; // 1: not clipped
     double weight_sum;  // what the gradient was divided by
 };
-// Sums over all ranks, normalises, clips, updates; returns while the update is still queued, so that its time counts for the
-// next step. applied_step counts updates from 1 (AdamW's bias correction).
+// Sums over all ranks, normalises, clips, updates; returns while the update is still queued, so that its
+// time counts for the next step. applied_step counts updates from 1 (AdamW's bias correction).
 void step_apply(struct step *step, double lr, int64_t applied_step, struct step_outcome *outcome);
 
 // Where a tensor's weights are read, and in which type; the same on every rank.
