@@ -71,10 +71,11 @@ static bool find_ranks(const struct program *program, pid_t *pids)
     return false;
 }
 
-// Nothing of it is left: not even a rank whose launcher is gone.
+// Nothing of it is left: not even a rank whose launcher is gone. One that is killed while it waits for a disk
+// ends when that answers.
 static void must_be_gone(const pid_t *pids)
 {
-    double end = timer_now() + 5.0;
+    double end = timer_now() + DEAD_LIMIT;
     for (int r = 0; r < RANKS; r++)
         while (kill(pids[r], 0) == 0) {
             if (timer_now() > end)
