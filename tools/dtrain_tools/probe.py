@@ -60,7 +60,7 @@ def first_line(error):
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     chosen = next((line for line in lines if line.startswith("Value error, ")), lines[0] if lines else "")
     chosen = chosen.removeprefix("Value error, ").split(" [type=")[0]
-    return f"{type(error).__name__}: {chosen}"
+    return f"{type(error).__name__}: {chosen}" if chosen else type(error).__name__
 
 
 def run(server, package, prepare, probe):
