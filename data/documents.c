@@ -292,10 +292,14 @@ static void open_manifest(struct opening *opening, const char *path)
     struct documents *documents = opening->documents;
     struct error found = {""};
     documents->shards = memory_alloc(1, sizeof(*documents->shards));
-    if (shard_open_manifest(&documents->shards[0], path, &found) == 0)
+    char **damaged = shard_probe_manifest(path);
+    if (damaged[0] != NULL)
+        faults_add(&opening->faults, damaged[0]);
+    else if (shard_open_manifest(&documents->shards[0], path, &found) == 0)
         documents->shard_count = 1;
     else
         faults_add(&opening->faults, found.text);
+    shard_probe_free(damaged, 1);
 }
 
 // What the files that are open hold. Ends the opening.

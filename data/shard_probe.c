@@ -20,6 +20,8 @@ enum {
     CPU_SECONDS = 30 // for the index of one shard
 };
 
+typedef int shard_open_fn(struct shard *shard, const char *path, struct error *err);
+
 // Address space beyond what the process has now. An index needs megabytes; a damaged length may ask
 // for anything.
 static const size_t EXTRA_MEMORY = (size_t)512 << 20;
@@ -67,7 +69,8 @@ static void read_ends(const struct shard *shard)
         float logit, lse;
         shard_read_ids(shard, token, 1, &id, &ignored);
         shard_read_mask(shard, token, 1, &mask, &ignored);
-        shard_read_hidden(shard, token, 1, hidden, &ignored);
+        if (!shard->manifest)
+            shard_read_hidden(shard, token, 1, hidden, &ignored);
         if (shard->has_teacher)
             shard_read_teacher(shard, token, 1, &top1, &logit, &lse, &ignored);
     }
@@ -105,7 +108,8 @@ static bool receive_all(int pipe_end, void *bytes, size_t size)
     return true;
 }
 
-static void child_main(const char *const *paths, size_t count, int pipe_end)
+static void child_main(const char *const *paths, size_t count, shard_open_fn *open_file,
+                       int pipe_end)
 {
     // A crash ends the child, whatever handlers the process has: one of them could go on in the child.
     static const int crashes[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
@@ -124,7 +128,7 @@ static void child_main(const char *const *paths, size_t count, int pipe_end)
         struct shard shard;
         struct error fault = {""};
         limit_time();
-        if (shard_open(&shard, paths[i], &fault) == 0) {
+        if (open_file(&shard, paths[i], &fault) == 0) {
             read_ends(&shard);
             shard_close(&shard);
         }
@@ -160,7 +164,8 @@ static char *describe(const char *path, int status)
 }
 
 // Opens files in one child until one of them ends it. Returns the number of files dealt with.
-static size_t probe_some(const char *const *paths, size_t count, char **messages)
+static size_t probe_some(const char *const *paths, size_t count, shard_open_fn *open_file,
+                         char **messages)
 {
     int ends[2];
     if (pipe2(ends, O_CLOEXEC) != 0)
@@ -171,7 +176,7 @@ static size_t probe_some(const char *const *paths, size_t count, char **messages
     hdf5_unlock();
     if (child == 0) {
         close(ends[0]);
-        child_main(paths, count, ends[1]);
+        child_main(paths, count, open_file, ends[1]);
     }
     close(ends[1]);
     size_t finished = child > 0 ? receive_messages(ends[0], count, messages) : count;
@@ -187,12 +192,22 @@ static size_t probe_some(const char *const *paths, size_t count, char **messages
     return finished + 1;
 }
 
-char **shard_probe(const char *const *paths, size_t count)
+static char **probe_all(const char *const *paths, size_t count, shard_open_fn *open_file)
 {
     char **messages = memory_alloc(count, sizeof(*messages));
     for (size_t done = 0; done < count;)
-        done += probe_some(paths + done, count - done, messages + done);
+        done += probe_some(paths + done, count - done, open_file, messages + done);
     return messages;
+}
+
+char **shard_probe(const char *const *paths, size_t count)
+{
+    return probe_all(paths, count, shard_open);
+}
+
+char **shard_probe_manifest(const char *path)
+{
+    return probe_all(&path, 1, shard_open_manifest);
 }
 
 void shard_probe_free(char **messages, size_t count)

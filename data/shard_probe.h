@@ -8,6 +8,8 @@
 // For each file NULL, or why it can not be opened, as shard_open would say it, or that libhdf5 broke
 // down over it. Files with a message are not to be opened here. Free with shard_probe_free.
 char **shard_probe(const char *const *paths, size_t count);
+// The same of a manifest, as shard_open_manifest would say it.
+char **shard_probe_manifest(const char *path);
 void shard_probe_free(char **messages, size_t count);
 
 #endif

@@ -5,15 +5,17 @@
 //
 // Rows flow through a ring of slots in shared memory in the order of use: [teacher] student student
 // [teacher] student ...; a teacher's slice moves from there to a place of its own, where it is kept, as
-// probabilities for kl and ce, as logits for other terms. A thread copies (cp.async) exactly the elements
-// that it reads itself, and refills a slot as soon as it has taken its elements for the last time, so
-// that copies need no barriers and run on while a row is computed. The only exchange is that of the rows'
-// maxima and sums: through shared memory in the CTA, then in that of the other CTAs of the cluster, added
-// in a fixed order. Sums for the results go to memory by warp and are added by loss_finish.
+// probabilities for kl and ce, as logits for other terms. A warp of its own, the producer, has the copy
+// engine fill the slots as soon as the computing warps are done with them, whatever these wait for.
 //
-// The exchange is the work of a warp of its own, the messenger. Whoever publishes something to other CTAs
-// has to wait until all that it wrote before is in place: for the messenger, the messages; for a thread
-// that computes it would be its gradient as well, once a row.
+// The only exchange is that of the rows' maxima and sums: through shared memory in the CTA, then in that of
+// the other CTAs of the cluster, added in a fixed order. Sums for the results go to memory by warp and are
+// added by loss_finish. The exchange is the work of another warp, the messenger, and the computing warps
+// have something to do meanwhile: with a new teacher, its statistics are exchanged while the student's are
+// made, and the student's while the teacher's logits become probabilities; with the teacher of the row
+// before, that row is passed over for the last time while the student's are exchanged. CTAs publish
+// nothing to each other but words of 8 bytes that say themselves in which turn they were written: a fence
+// would wait for all that the thread wrote before.
 //
 // Loops over a slice are not unrolled: code that no instruction cache holds would take several times as
 // long as the work.
@@ -26,21 +28,26 @@ struct __align__(16) message
     int32_t argmax, unused;
 };
 
-enum { THREADS = LOSS_THREADS + WARP }; // the last warp is the messenger
+enum { THREADS = WORKERS + WARP }; // the last warps are the messenger and the producer
+
+enum { STUDENT, TEACHER };
 
 struct exchange {
     union {                                 // by warp
         struct message warp[2][LOSS_WARPS]; // student, teacher
         float warp_sum[LOSS_WARPS][SUM_COUNT];
     };
-    struct message mail[2][2][MOST_CTAS]; // turn by turn; student, teacher; from each CTA
-    double sum_mail[MOST_CTAS][SUM_COUNT];
+    // From each CTA; see mail_put.
+    uint64_t mail[2][MOST_CTAS][2]; // turn by turn; two words
+    uint64_t sum_mail[MOST_CTAS][SUM_COUNT];
+    uint64_t barriers[MOST_SLOTS][2];
+    uint4 nothing; // -inf
     // The messenger's for the others.
-    struct loss_softmax student, teacher;
+    struct loss_softmax row[2]; // student, teacher
     int32_t label;
+    bool fresh; // the next row has another teacher
     struct loss_gradient gradient;
     double total[SUM_COUNT];
-    struct loss_softmax kept; // of the teacher; thread 0's, in the CTA of rank 0
 };
 
 // Where rows' records and sums go.
@@ -73,42 +80,57 @@ static __device__ __forceinline__ void store_unit(bf16_t *out, const float *x, c
                                two_bf16(x[6], x[7]));
 }
 
+// Where a CTA of the cluster is in its work.
+struct work {
+    struct cursor head; // the first slot that was not read yet
+    // of the teacher's row
+    float reference, sum; // sum: NaN where it has no distribution
+    int32_t top_item;     // its argmax, see own_item
+    float own_sum;        // this thread's p (t L - K), for kl and ce alone
+};
+
+// A row whose statistics are known.
+struct row {
+    struct loss_pair pair;
+    int32_t label, slot; // slot: of its first chunk
+};
+
 // Moves the teacher's slice out of the ring, whose slots are refilled.
 template <typename Logit>
-static __device__ __forceinline__ struct loss_running
-take_teacher(uint32_t teacher, uint32_t *slot, struct feed<Logit> *f, const struct softmax_loss &op,
-             const struct place &at, const unsigned char *ring)
+static __device__ __forceinline__ struct loss_running take_teacher(struct work *w,
+                                                                   const struct place &at)
 {
     struct loss_running r = loss_running_make();
     float x[LOSS_ITEMS];
 #pragma unroll 1
     for (int g = 0; g < at.chunks; g++) {
-        copy_wait<layout<Logit>::SLOTS - 1>();
-        take(x, *slot, f->source);
-        teacher_store(teacher + g * TEACHER_STEP, x);
+        barrier_wait(barrier_full(at, w->head.slot), w->head.phase);
+        take<Logit>(x, w->head.slot, g, at);
+        slot_release(at, w->head.slot);
+        teacher_store(at.teacher + g * TEACHER_STEP, x);
         loss_running_add(&r, x, g);
-        feed_chunk(f, *slot, op, at);
-        *slot = ring_next<Logit>(*slot, ring);
+        cursor_next(&w->head, at);
     }
-    teacher_load(x, teacher + r.group * TEACHER_STEP);
+    teacher_load(x, at.teacher + r.group * TEACHER_STEP);
     r.item = first_equal(x, r.max);
     return r;
 }
 
 // -inf in place of a teacher
-static __device__ __forceinline__ void clear_teacher(uint32_t teacher)
+static __device__ __forceinline__ void clear_teacher(const struct place &at)
 {
     const float x[LOSS_ITEMS] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY,
                                  -INFINITY, -INFINITY, -INFINITY, -INFINITY};
-    for (int g = 0; g < CHUNKS; g++)
-        teacher_store(teacher + g * TEACHER_STEP, x);
+    for (int g = 0; g < at.chunks; g++)
+        teacher_store(at.teacher + g * TEACHER_STEP, x);
 }
 
 // Turns the teacher's logits into probabilities. Returns this thread's sum of p (t L - K).
-static __device__ __forceinline__ float to_probabilities(uint32_t teacher, const struct place &at,
-                                                         float reference, float inverse)
+static __device__ __forceinline__ float to_probabilities(const struct place &at, float reference,
+                                                         float inverse)
 {
     float sum = 0.0f;
+    uint32_t teacher = at.teacher;
 #pragma unroll 1
     for (int g = 0; g < at.chunks; g++, teacher += TEACHER_STEP) {
         float x[LOSS_ITEMS], part = 0.0f;
@@ -126,82 +148,51 @@ static __device__ __forceinline__ float to_probabilities(uint32_t teacher, const
     return sum;
 }
 
-// One chunk of the student and those after it. By recursion, since the number of copies that may be
-// under way is part of the instruction. largest: slot of the first chunk with the maximum.
-template <typename Logit, int CHUNK_INDEX>
-static __device__ __forceinline__ void see_chunks(struct loss_running *r, uint32_t *largest,
-                                                  uint32_t slot, const struct place &at,
-                                                  const unsigned char *ring)
-{
-    if constexpr (CHUNK_INDEX < CHUNKS)
-        if (CHUNK_INDEX < at.chunks) {
-            float x[LOSS_ITEMS], before = r->max;
-            copy_wait<layout<Logit>::SLOTS - 1 - CHUNK_INDEX>();
-            take(x, slot, (const Logit *)NULL);
-            loss_running_add(r, x, CHUNK_INDEX);
-            *largest = r->max > before ? slot : *largest;
-            see_chunks<Logit, CHUNK_INDEX + 1>(r, largest, ring_next<Logit>(slot, ring), at, ring);
-        }
-}
-
 // Statistics of the student's slice, which stays in the ring.
 template <typename Logit>
-static __device__ __forceinline__ struct loss_running
-see_student(uint32_t slot, const struct place &at, const unsigned char *ring)
+static __device__ __forceinline__ struct loss_running see_student(struct work *w,
+                                                                  const struct place &at)
 {
     struct loss_running r = loss_running_make();
-    uint32_t largest = slot;
+    int32_t first = w->head.slot;
     float x[LOSS_ITEMS];
-    see_chunks<Logit, 0>(&r, &largest, slot, at, ring);
-    take(x, largest, (const Logit *)NULL);
+#pragma unroll 1
+    for (int g = 0; g < at.chunks; g++) {
+        barrier_wait(barrier_full(at, w->head.slot), w->head.phase);
+        take<Logit>(x, w->head.slot, g, at);
+        loss_running_add(&r, x, g);
+        cursor_next(&w->head, at);
+    }
+    take<Logit>(x, slot_after(first, r.group, at), r.group, at);
     r.item = first_equal(x, r.max);
     return r;
 }
 
-// Statistics of two rows, each in parts: the student's in lanes 0 to 15, the teacher's in the others. The
-// same in all lanes.
-static __device__ __forceinline__ void two_rows(struct message part, struct loss_softmax *student,
-                                                struct loss_softmax *teacher)
+// Statistics of a row in parts, a lane each; the same in all lanes.
+static __device__ __forceinline__ struct loss_softmax one_row(const struct message &part)
 {
-    bool first = threadIdx.x % WARP < WARP / 2;
-    student->max = warp_max(first ? part.max : -INFINITY);
-    teacher->max = warp_max(first ? -INFINITY : part.max);
-    float max = first ? student->max : teacher->max;
-    int32_t index = part.max == max ? part.argmax : INT32_MAX;
-    student->argmax = __reduce_min_sync(0xffffffffu, first ? index : INT32_MAX);
-    teacher->argmax = __reduce_min_sync(0xffffffffu, first ? INT32_MAX : index);
-    float sum = part.sum * loss_exp2(loss_reference(part.max) - loss_reference(max));
-#pragma unroll
-    for (int half = WARP / 4; half > 0; half /= 2)
-        sum += __shfl_xor_sync(0xffffffffu, sum, half);
-    student->sum = __shfl_sync(0xffffffffu, sum, 0);
-    teacher->sum = __shfl_sync(0xffffffffu, sum, WARP / 2);
-    student->argmax = student->max == -INFINITY ? 0 : student->argmax;
-    teacher->argmax = teacher->max == -INFINITY ? 0 : teacher->argmax;
+    struct loss_softmax s;
+    s.max = warp_max(part.max);
+    s.argmax = __reduce_min_sync(0xffffffffu, part.max == s.max ? part.argmax : INT32_MAX);
+    s.sum = warp_sum(part.sum * loss_exp2(loss_reference(part.max) - loss_reference(s.max)));
+    s.argmax = s.max == -INFINITY ? 0 : s.argmax;
+    return s;
 }
 
-// Statistics of the whole row from those of the warp's elements: of the student's row and of the teacher's.
-// Here and in exchange_sums the messenger does its part meanwhile.
-static __device__ __forceinline__ void exchange_statistics(struct exchange *x,
-                                                           const struct place &at,
-                                                           struct loss_softmax *student,
-                                                           struct loss_softmax *teacher)
+// Hands the statistics of the warp's elements, of the student or of the teacher, to the messenger. Those
+// handed over before are known then.
+template <typename Logit>
+static __device__ __forceinline__ void hand_over(struct exchange *x, const struct place &at,
+                                                 const struct loss_running &r, int which)
 {
-    int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP;
-    if (lane == 0) {
-        x->warp[0][warp] = {student->max, student->sum, student->argmax, 0};
-        x->warp[1][warp] = {teacher->max, teacher->sum, teacher->argmax, 0};
-    }
-    __syncthreads();
-    cluster_pass(at.ctas);
-    __syncthreads();
-    *student = x->student;
-    *teacher = x->teacher;
+    struct loss_softmax s = loss_warp(r, index_of<Logit>(at, r.group, r.item));
+    if (threadIdx.x % WARP == 0)
+        x->warp[which][threadIdx.x / WARP] = {s.max, s.sum, s.argmax, 0};
+    workers_sync();
 }
 
-// Sums of all elements of the row, and the gradient's coefficients.
-static __device__ __forceinline__ void exchange_sums(struct exchange *x, const struct place &at,
-                                                     const float sum[SUM_COUNT])
+// Sums of all elements of the row, and the gradient's coefficients: the messenger does its part meanwhile.
+static __device__ __forceinline__ void exchange_sums(struct exchange *x, const float sum[SUM_COUNT])
 {
     int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP;
 #pragma unroll
@@ -210,56 +201,59 @@ static __device__ __forceinline__ void exchange_sums(struct exchange *x, const s
         if (lane == 0)
             x->warp_sum[warp][i] = part;
     }
-    __syncthreads();
-    cluster_pass(at.ctas);
-    __syncthreads();
+    workers_sync(); // the messenger begins
+    workers_sync(); // and is done
+}
+
+static __device__ __forceinline__ uint64_t word_of(float high, uint32_t low)
+{
+    return (uint64_t)__float_as_uint(high) << 32 | low;
 }
 
 // The messenger's part, the count-th time: of two mailboxes in turn, since one may be read still when the
 // next call writes.
 static __device__ __forceinline__ void carry_statistics(struct exchange *x, const struct place &at,
-                                                        int count, int32_t label)
+                                                        int count, int which)
 {
-    static_assert(LOSS_WARPS == WARP / 2, "a half warp takes what the warps have");
     int lane = (int)threadIdx.x % WARP, turn = count % 2;
-    int row = lane / (WARP / 2), other = lane % (WARP / 2);
-    struct loss_softmax student, teacher;
-    __syncthreads();
-    two_rows(x->warp[row][other], &student, &teacher);
-    struct message own = {student.max, student.sum, student.argmax, 0};
-    if (row == 1)
-        own = {teacher.max, teacher.sum, teacher.argmax, 0};
-    if (other < at.ctas)
-        *in_cta(&x->mail[turn][row][at.rank], other, at.rank) = own;
-    cluster_exchange(at.ctas);
-    struct message part = {-INFINITY, 0.0f, INT32_MAX, 0};
-    if (other < at.ctas)
-        part = x->mail[turn][row][other];
-    two_rows(part, &student, &teacher);
-    if (lane == 0) {
-        x->student = student;
-        x->teacher = teacher;
-        x->label = label;
+    uint32_t phase = count / 2 % 2;
+    const struct message none = {-INFINITY, 0.0f, INT32_MAX, 0};
+    workers_sync();
+    struct message part = lane < LOSS_WARPS ? x->warp[which][lane] : none;
+    struct loss_softmax s = one_row(part);
+    part = none;
+    if (lane < at.ctas) {
+        uint64_t *to = in_cta(x->mail[turn][at.rank], lane, at.rank);
+        mail_put(to, word_of(s.max, (uint32_t)s.argmax << 1), phase);
+        mail_put(to + 1, word_of(s.sum, 0), phase);
+        uint64_t first = mail_take(&x->mail[turn][lane][0], phase),
+                 second = mail_take(&x->mail[turn][lane][1], phase);
+        part.max = __uint_as_float((uint32_t)(first >> 32));
+        part.argmax = (int32_t)((uint32_t)first >> 1);
+        part.sum = __uint_as_float((uint32_t)(second >> 32));
     }
-    __syncthreads();
+    s = one_row(part);
+    if (lane == 0)
+        x->row[which] = s;
 }
 
 // Between two calls the cluster meets in carry_statistics, so that no sum is overwritten before it was read.
 static __device__ __forceinline__ void carry_sums(struct exchange *x, const struct softmax_loss &op,
-                                                  const struct place &at, int32_t label)
+                                                  const struct place &at, uint32_t phase,
+                                                  int32_t label)
 {
     int lane = (int)threadIdx.x % WARP, which = lane / 4, quarter = lane % 4;
     double part = 0.0, total = 0.0;
-    __syncthreads();
+    workers_sync();
     for (int i = 0; i < LOSS_WARPS / 4; i++)
         part += (double)x->warp_sum[quarter * (LOSS_WARPS / 4) + i][which];
     part += __shfl_xor_sync(0xffffffffu, part, 1);
     part += __shfl_xor_sync(0xffffffffu, part, 2);
     for (int to = quarter; to < at.ctas; to += 4)
-        *in_cta(&x->sum_mail[at.rank][which], to, at.rank) = part;
-    cluster_exchange(at.ctas);
+        mail_put(in_cta(&x->sum_mail[at.rank][which], to, at.rank),
+                 (uint64_t)__double_as_longlong(part), phase);
     for (int from = quarter; from < at.ctas; from += 4)
-        total += x->sum_mail[from][which];
+        total += __longlong_as_double((long long)mail_take(&x->sum_mail[from][which], phase));
     total += __shfl_xor_sync(0xffffffffu, total, 1);
     total += __shfl_xor_sync(0xffffffffu, total, 2);
     if (quarter == 0)
@@ -267,7 +261,16 @@ static __device__ __forceinline__ void carry_sums(struct exchange *x, const stru
     __syncwarp();
     if (lane == 0)
         x->gradient = loss_gradient_of(op, x->total, label);
-    __syncthreads();
+    workers_sync();
+}
+
+// As if the last message had been one of phase 1.
+static __device__ __forceinline__ void mail_open(struct exchange *x)
+{
+    if (threadIdx.x < 2 * MOST_CTAS * 2)
+        (&x->mail[0][0][0])[threadIdx.x] = 1;
+    if (threadIdx.x < MOST_CTAS * SUM_COUNT)
+        (&x->sum_mail[0][0])[threadIdx.x] = 1;
 }
 
 // All that the messenger does for rows [begin, end).
@@ -276,31 +279,41 @@ static __device__ __forceinline__ void
 messenger_run(struct exchange *x, const struct softmax_loss &op, const struct place &at,
               int32_t begin, int32_t end)
 {
+    bool fresh = op.teacher != NULL;
+    int count = 0;
 #pragma unroll 1
     for (int32_t r = begin; r < end; r++) {
         int32_t label = op.label[r];
+        bool next = op.teacher != NULL && r + 1 < end && op.teacher_row[r + 1] != op.teacher_row[r];
         bug_unless(label < op.vocab);
-        carry_statistics(x, at, r - begin, label);
+        if (fresh)
+            carry_statistics(x, at, count++, TEACHER);
+        carry_statistics(x, at, count++, STUDENT);
+        if (threadIdx.x % WARP == 0) {
+            x->label = label;
+            x->fresh = next;
+        }
+        workers_sync();
         if (!KL_ONLY)
-            carry_sums(x, op, at, label);
+            carry_sums(x, op, at, (r - begin) % 2, label);
+        fresh = next;
     }
 }
 
 // Notes the student's logit of a token, where it is this thread's: from the ring, since an index into
 // registers would move them to memory.
 template <typename Logit>
-static __device__ __forceinline__ void note_logit(int32_t item, uint32_t first,
-                                                  const unsigned char *ring, float *logit)
+static __device__ __forceinline__ void note_logit(int32_t item, int32_t first,
+                                                  const unsigned char *ring, const struct place &at,
+                                                  float *logit)
 {
     typedef layout<Logit> lay;
     if (item < 0)
         return;
-    uint32_t slot = first + item / LOSS_ITEMS * lay::SLOT_BYTES;
-    if (slot >= shared_address(ring) + lay::SLOTS * lay::SLOT_BYTES)
-        slot -= lay::SLOTS * lay::SLOT_BYTES;
-    int32_t j = item % LOSS_ITEMS;
-    slot += j / lay::UNIT * LOSS_THREADS * 16 + j % lay::UNIT * (int32_t)sizeof(Logit);
-    *logit = load((const Logit *)(ring + (slot - shared_address(ring))), 0);
+    int32_t j = item % LOSS_ITEMS, slot = slot_after(first, item / LOSS_ITEMS, at);
+    int32_t unit = j / lay::UNIT * LOSS_THREADS + (int32_t)threadIdx.x;
+    *logit =
+        load((const Logit *)(ring + slot * lay::SLOT_BYTES) + unit * lay::UNIT + j % lay::UNIT, 0);
 }
 
 // The chunk of an item as a bit, 0 without an item.
@@ -353,169 +366,153 @@ static __device__ __forceinline__ void store_chunk(Out *out, int32_t count, int 
 }
 
 template <typename Logit>
-static __device__ __forceinline__ void
-add_sums(uint32_t teacher, uint32_t slot, const struct place &at, const unsigned char *ring,
-         const struct loss_pair &pair, const struct loss_needs &needs, float sum[SUM_COUNT])
+static __device__ __forceinline__ void add_sums(const struct row &row, const struct place &at,
+                                                const struct loss_needs &needs,
+                                                float sum[SUM_COUNT])
 {
+    int32_t slot = row.slot;
 #pragma unroll 1
-    for (int g = 0; g < at.chunks; g++, teacher += TEACHER_STEP) {
+    for (int g = 0; g < at.chunks; g++) {
         float z[LOSS_ITEMS], t[LOSS_ITEMS];
-        take(z, slot, (const Logit *)NULL);
-        teacher_load(t, teacher);
+        take<Logit>(z, slot, g, at);
+        teacher_load(t, at.teacher + g * TEACHER_STEP);
 #pragma unroll
         for (int j = 0; j < LOSS_ITEMS; j++)
-            loss_add(sum, loss_element_of(pair, needs, z[j], t[j]), needs);
-        slot = ring_next<Logit>(slot, ring);
+            loss_add(sum, loss_element_of(row.pair, needs, z[j], t[j]), needs);
+        slot = slot_after(slot, 1, at);
     }
 }
-
-// Where a CTA of the cluster is in its work.
-template <typename Logit> struct work {
-    struct feed<Logit> feed;
-    uint32_t slot; // the running row's first
-    // of the teacher's row
-    float reference, sum; // sum: NaN where it has no distribution
-    int32_t top_item;     // its argmax, see own_item
-    float own_sum;        // this thread's p (t L - K), for kl and ce alone
-};
 
 // The last pass over a row of kl and ce: sums and gradient; its slots are refilled.
 template <typename Logit, typename Out>
 static __device__ __forceinline__ struct loss_part
-kl_pass(struct work<Logit> *w, uint32_t teacher, const struct softmax_loss &op,
-        const struct place &at, const unsigned char *ring, const struct loss_pair &pair,
-        int32_t label, Out *out)
+kl_pass(const struct work &w, const struct row &row, const struct softmax_loss &op,
+        const struct place &at, Out *out)
 {
     struct loss_part part = {0.0f, 0.0f};
-    int32_t label_item = own_item<Logit>(at, label), stored = out != NULL ? at.count : 0;
-    uint32_t hit = chunk_bit(w->top_item) | chunk_bit(label_item);
-    float ce = op.weight[LOSS_CE_TEACHER] + (label >= 0 ? op.weight[LOSS_CE_DATA] : 0.0f);
+    int32_t label_item = own_item<Logit>(at, row.label), stored = out != NULL ? at.count : 0;
+    int32_t slot = row.slot;
+    uint32_t hit = chunk_bit(w.top_item) | chunk_bit(label_item);
+    float ce = op.weight[LOSS_CE_TEACHER] + (row.label >= 0 ? op.weight[LOSS_CE_DATA] : 0.0f);
 #pragma unroll 1
-    for (int g = 0; g < at.chunks; g++, teacher += TEACHER_STEP) {
+    for (int g = 0; g < at.chunks; g++) {
         float z[LOSS_ITEMS], p[LOSS_ITEMS], value[LOSS_ITEMS];
-        take(z, w->slot, (const Logit *)NULL);
-        teacher_load(p, teacher);
-        kl_chunk(z, p, pair, op.weight[LOSS_KL], ce, &part, value);
+        take<Logit>(z, slot, g, at);
+        slot_release(at, slot);
+        teacher_load(p, at.teacher + g * TEACHER_STEP);
+        kl_chunk(z, p, row.pair, op.weight[LOSS_KL], ce, &part, value);
         if (hit >> g & 1u) {
-            hit_target(w->top_item, op.weight[LOSS_CE_TEACHER], g, value);
+            hit_target(w.top_item, op.weight[LOSS_CE_TEACHER], g, value);
             hit_target(label_item, op.weight[LOSS_CE_DATA], g, value);
         }
         store_chunk<Logit>(out, stored, g, value);
-        feed_chunk(&w->feed, w->slot, op, at);
-        w->slot = ring_next<Logit>(w->slot, ring);
+        slot = slot_after(slot, 1, at);
     }
-    part.kl = w->own_sum - part.kl;
+    part.kl = w.own_sum - part.kl;
     return part;
 }
 
 // The last pass over a row of any mixture: gradient; its slots are refilled.
 template <typename Logit, typename Out>
 static __device__ __forceinline__ void
-general_pass(struct work<Logit> *w, uint32_t teacher, const struct softmax_loss &op,
-             const struct place &at, const unsigned char *ring, const struct loss_pair &pair,
-             const struct loss_needs &needs, const struct loss_gradient &gradient, int32_t label,
-             Out *out)
+general_pass(const struct work &w, const struct row &row, const struct softmax_loss &op,
+             const struct place &at, const struct loss_needs &needs,
+             const struct loss_gradient &gradient, Out *out)
 {
-    int32_t label_item = own_item<Logit>(at, label), stored = out != NULL ? at.count : 0;
-    uint32_t hit = chunk_bit(w->top_item) | chunk_bit(label_item);
+    int32_t label_item = own_item<Logit>(at, row.label), stored = out != NULL ? at.count : 0;
+    int32_t slot = row.slot;
+    uint32_t hit = chunk_bit(w.top_item) | chunk_bit(label_item);
 #pragma unroll 1
-    for (int g = 0; g < at.chunks; g++, teacher += TEACHER_STEP) {
+    for (int g = 0; g < at.chunks; g++) {
         float z[LOSS_ITEMS], t[LOSS_ITEMS], value[LOSS_ITEMS];
-        take(z, w->slot, (const Logit *)NULL);
-        teacher_load(t, teacher);
+        take<Logit>(z, slot, g, at);
+        slot_release(at, slot);
+        teacher_load(t, at.teacher + g * TEACHER_STEP);
 #pragma unroll
         for (int j = 0; j < LOSS_ITEMS; j++)
-            value[j] = loss_gradient_at(gradient, loss_element_of(pair, needs, z[j], t[j]));
+            value[j] = loss_gradient_at(gradient, loss_element_of(row.pair, needs, z[j], t[j]));
         if (hit >> g & 1u) {
-            hit_target(w->top_item, op.weight[LOSS_CE_TEACHER], g, value);
+            hit_target(w.top_item, op.weight[LOSS_CE_TEACHER], g, value);
             hit_target(label_item, op.weight[LOSS_CE_DATA], g, value);
         }
         store_chunk<Logit>(out, stored, g, value);
-        feed_chunk(&w->feed, w->slot, op, at);
-        w->slot = ring_next<Logit>(w->slot, ring);
+        slot = slot_after(slot, 1, at);
     }
 }
 
-// The gradient's coefficients in shared memory and, for the results, the sums.
+// Reads what is new of the next row and hands its statistics to the messenger: its first slot.
 template <typename Logit>
-static __device__ __forceinline__ void
-general_gradient(struct work<Logit> *w, uint32_t teacher, const struct place &at,
-                 struct exchange *x, const unsigned char *ring, const struct loss_pair &pair,
-                 const struct loss_needs &needs, struct loss_record *record)
+static __device__ __forceinline__ int32_t row_see(struct work *w, const struct place &at,
+                                                  struct exchange *x, bool fresh)
 {
-    float sum[SUM_COUNT] = {0.0f};
-    add_sums<Logit>(teacher, w->slot, at, ring, pair, needs, sum);
-    exchange_sums(x, at, sum);
-    if (threadIdx.x < SUM_COUNT && at.rank == 0)
-        record->sum[threadIdx.x] = x->total[threadIdx.x];
+    if (fresh)
+        hand_over<Logit>(x, at, take_teacher<Logit>(w, at), TEACHER);
+    int32_t slot = w->head.slot;
+    hand_over<Logit>(x, at, see_student<Logit>(w, at), STUDENT);
+    return slot;
 }
 
-// Reads what is new of row r and exchanges statistics: constants of the pair of rows.
+// The teacher's row, whose statistics are known.
 template <typename Logit, bool KL_ONLY>
-static __device__ __forceinline__ struct loss_pair
-row_begin(struct work<Logit> *w, uint32_t teacher_slice, const struct softmax_loss &op,
-          const struct place &at, struct exchange *x, const unsigned char *ring, int32_t r,
-          struct loss_record *record)
+static __device__ __forceinline__ void teacher_begin(struct work *w, const struct place &at,
+                                                     const struct loss_softmax &teacher)
 {
-    bool fresh = w->feed.fresh >> r % 32 & 1u;
-    struct loss_softmax teacher = {-INFINITY, 0.0f, INT32_MAX};
-    struct loss_running known = loss_running_make();
-    if (fresh)
-        known = take_teacher(teacher_slice, &w->slot, &w->feed, op, at, ring);
-    struct loss_running seen = see_student<Logit>(w->slot, at, ring);
-    if (fresh)
-        teacher = loss_warp(known, index_of<Logit>(at, known.group, known.item));
-    struct loss_softmax student = loss_warp(seen, index_of<Logit>(at, seen.group, seen.item));
-    exchange_statistics(x, at, &student, &teacher);
-    if (fresh) {
-        w->reference = loss_reference(teacher.max);
-        w->sum = teacher.max == -INFINITY ? NAN : teacher.sum;
-        w->top_item = own_item<Logit>(at, teacher.argmax);
-        if (KL_ONLY)
-            w->own_sum = to_probabilities(teacher_slice, at, w->reference, 1.0f / w->sum);
-    }
-    if (at.rank == 0 && threadIdx.x == 0) {
-        if (fresh)
-            x->kept = teacher;
-        record->student = student;
-        record->teacher = x->kept;
-    }
-    struct loss_pair pair;
-    pair.q_reference = loss_reference(student.max);
-    pair.q_inverse = loss_inverse(student);
-    pair.p_reference = w->reference;
-    pair.p_inverse = 1.0f / w->sum;
-    pair.shift = loss_shift(pair, student.sum, w->sum);
-    return pair;
+    w->reference = loss_reference(teacher.max);
+    w->sum = teacher.max == -INFINITY ? NAN : teacher.sum;
+    w->top_item = own_item<Logit>(at, teacher.argmax);
+    if (KL_ONLY)
+        w->own_sum = to_probabilities(at, w->reference, 1.0f / w->sum);
 }
 
+// Row r once the messenger has its statistics.
+static __device__ __forceinline__ struct row row_make(const struct work &w, struct exchange *x,
+                                                      const struct place &at, int32_t slot,
+                                                      struct loss_record *record)
+{
+    workers_sync();
+    const struct loss_softmax student = x->row[STUDENT];
+    if (at.rank == 0 && threadIdx.x == 0) {
+        record->student = student;
+        record->teacher = x->row[TEACHER];
+    }
+    struct row row;
+    row.label = x->label;
+    row.slot = slot;
+    row.pair.q_reference = loss_reference(student.max);
+    row.pair.q_inverse = loss_inverse(student);
+    row.pair.p_reference = w.reference;
+    row.pair.p_inverse = 1.0f / w.sum;
+    row.pair.shift = loss_shift(row.pair, student.sum, w.sum);
+    return row;
+}
+
+// Sums and gradient of row r.
 template <typename Logit, typename Out, bool KL_ONLY>
 static __device__ __forceinline__ void
-row_run(struct work<Logit> *w, uint32_t teacher_slice, const struct softmax_loss &op,
+row_end(const struct work &w, const struct row &row, const struct softmax_loss &op,
         const struct place &at, struct exchange *x, const unsigned char *ring, int32_t r,
         const struct output &output)
 {
     struct loss_record *record = output.records + r;
-    const struct loss_pair pair =
-        row_begin<Logit, KL_ONLY>(w, teacher_slice, op, at, x, ring, r, record);
-    const int32_t label = x->label;
-    note_logit<Logit>(w->top_item, w->slot, ring, &record->top_logit);
-    note_logit<Logit>(own_item<Logit>(at, label), w->slot, ring, &record->label_logit);
+    note_logit<Logit>(w.top_item, row.slot, ring, at, &record->top_logit);
+    note_logit<Logit>(own_item<Logit>(at, row.label), row.slot, ring, at, &record->label_logit);
     Out *out = NULL;
     if (op.gradient != NULL)
         out = (Out *)op.gradient + r * op.gradient_stride + at.begin;
     if (KL_ONLY) {
-        struct loss_part part =
-            kl_pass<Logit, Out>(w, teacher_slice, op, at, ring, pair, label, out);
+        struct loss_part part = kl_pass<Logit, Out>(w, row, op, at, out);
         part.overlap = warp_sum(part.overlap);
         part.kl = warp_sum(part.kl);
         if (threadIdx.x % WARP == 0)
             output.parts[(r * at.ctas + at.rank) * LOSS_WARPS + threadIdx.x / WARP] = part;
     } else {
         const struct loss_needs needs = loss_needs_of(op.weight);
-        general_gradient(w, teacher_slice, at, x, ring, pair, needs, record);
-        general_pass<Logit, Out>(w, teacher_slice, op, at, ring, pair, needs, x->gradient, label,
-                                 out);
+        float sum[SUM_COUNT] = {0.0f};
+        add_sums<Logit>(row, at, needs, sum);
+        exchange_sums(x, sum);
+        if (threadIdx.x < SUM_COUNT && at.rank == 0)
+            record->sum[threadIdx.x] = x->total[threadIdx.x];
+        general_pass<Logit, Out>(w, row, op, at, needs, x->gradient, out);
     }
 }
 
@@ -532,23 +529,59 @@ static __device__ __forceinline__ struct place place_make(const struct softmax_l
     return at;
 }
 
-// All that the computing warps do for rows [begin, end).
-template <typename Logit, typename Out, bool KL_ONLY>
-static __device__ __forceinline__ void rows_run(struct exchange *x, const struct softmax_loss &op,
-                                                const struct output &output, const struct place &at,
-                                                const unsigned char *ring, uint32_t teacher,
-                                                int32_t begin, int32_t end)
+// Where the CTA's parts lie in shared memory.
+template <typename Logit>
+static __device__ __forceinline__ void place_memory(struct place *at, const unsigned char *ring,
+                                                    const struct exchange *x)
 {
-    struct work<Logit> w;
-    w.feed = feed_begin<Logit>(op, at, ring, begin, end);
-    w.slot = ring_first(ring);
-    w.reference = 0.0f;
-    w.sum = 1.0f;
-    w.top_item = -1;
-    w.own_sum = 0.0f;
+    at->slots = (SHARED_BYTES - at->chunks * TEACHER_STEP) / layout<Logit>::SLOT_BYTES;
+    at->ring = shared_address(ring) + threadIdx.x * 16;
+    at->teacher = at->ring + at->slots * layout<Logit>::SLOT_BYTES;
+    at->nothing = shared_address(&x->nothing);
+    at->barriers = shared_address(x->barriers);
+}
+
+// All that the computing warps do for rows [begin, end). A row with the teacher of the one before is seen
+// before that one's last pass, where the ring has room for both.
+template <typename Logit, typename Out, bool KL_ONLY>
+static __device__ __forceinline__ void
+rows_run(struct exchange *x, const struct softmax_loss &op, const struct output &output,
+         const struct place &at, const unsigned char *ring, int32_t begin, int32_t end)
+{
+    const bool ahead = KL_ONLY && 2 * at.chunks <= at.slots;
+    struct work w = {{0, 0}, 0.0f, 1.0f, -1, 0.0f};
+    struct row row = {};
+    bool fresh = op.teacher != NULL;
 #pragma unroll 1
-    for (int32_t r = begin; r < end; r++)
-        row_run<Logit, Out, KL_ONLY>(&w, teacher, op, at, x, ring, r, output);
+    for (int32_t r = begin; r < end; r++) {
+        bool late = r > begin && ahead && !fresh;
+        if (r > begin && !late)
+            row_end<Logit, Out, KL_ONLY>(w, row, op, at, x, ring, r - 1, output);
+        int32_t slot = row_see<Logit>(&w, at, x, fresh);
+        if (late)
+            row_end<Logit, Out, KL_ONLY>(w, row, op, at, x, ring, r - 1, output);
+        if (fresh)
+            teacher_begin<Logit, KL_ONLY>(&w, at, x->row[TEACHER]);
+        row = row_make(w, x, at, slot, output.records + r);
+        fresh = x->fresh;
+    }
+    row_end<Logit, Out, KL_ONLY>(w, row, op, at, x, ring, end - 1, output);
+}
+
+// All threads, before the cluster meets.
+template <typename Logit>
+static __device__ __forceinline__ void memory_open(struct exchange *x, const struct place &at,
+                                                   bool teacher)
+{
+    const uint32_t none = sizeof(Logit) == 4 ? 0xff800000u : 0xff80ff80u; // -inf
+    if (!teacher && threadIdx.x < LOSS_THREADS)
+        clear_teacher(at);
+    mail_open(x);
+    if (threadIdx.x == 0) {
+        x->row[TEACHER] = {0.0f, 1.0f, -1};
+        x->nothing = make_uint4(none, none, none, none);
+        ring_open(at);
+    }
 }
 
 #endif // sm_90
@@ -559,25 +592,23 @@ static __global__ void __launch_bounds__(THREADS, 1)
                    const __grid_constant__ struct output output)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-    typedef layout<Logit> lay;
     extern __shared__ __align__(128) unsigned char ring[]; // slots, then the teacher's slice
     __shared__ __align__(16) struct exchange x;
-    const struct place at = place_make(op);
+    struct place at = place_make(op);
+    place_memory<Logit>(&at, ring, &x);
     // Consecutive rows; no cluster is without one.
     int64_t clusters = gridDim.x / at.ctas, cluster = blockIdx.x / at.ctas;
     int32_t begin = (int32_t)(op.rows * cluster / clusters),
             end = (int32_t)(op.rows * (cluster + 1) / clusters);
-    uint32_t teacher = ring_first(ring + lay::SLOTS * lay::SLOT_BYTES);
-    bool messenger = threadIdx.x >= LOSS_THREADS;
-    if (op.teacher == NULL && !messenger)
-        clear_teacher(teacher);
-    if (threadIdx.x == 0)
-        x.kept = {0.0f, 1.0f, -1};
+    memory_open<Logit>(&x, at, op.teacher != NULL);
     cluster_sync(at.ctas); // no CTA writes to one that has not begun
-    if (messenger)
+    if (threadIdx.x < LOSS_THREADS)
+        rows_run<Logit, Out, KL_ONLY>(&x, op, output, at, ring, begin, end);
+    else if (threadIdx.x < WORKERS)
         messenger_run<KL_ONLY>(&x, op, at, begin, end);
-    else
-        rows_run<Logit, Out, KL_ONLY>(&x, op, output, at, ring, teacher, begin, end);
+    else if (threadIdx.x == WORKERS)
+        feed_run<Logit>(op, at, shared_address(ring), begin, end);
+    __syncwarp();
     cluster_sync(at.ctas); // no CTA leaves while others may still write to it
 #endif
 }

@@ -12,16 +12,17 @@ enum {
     SHARED_BYTES = 224 << 10,
     CHUNKS = 5, // of a slice at most
     TEACHER_STEP = CHUNK * sizeof(float),
-    TEACHER_BYTES = CHUNKS * TEACHER_STEP
+    MOST_SLOTS = 26,              // bf16 logits, one chunk
+    WORKERS = LOSS_THREADS + WARP // the computing warps and the messenger
 };
 
-// How a thread's elements of a slot lie: units of 16 bytes, those of all threads side by side.
+// How a thread's elements of a slot lie: units of 16 bytes, those of all threads side by side, so that a slot
+// has its elements in the row's order.
 template <typename Logit> struct layout {
     enum {
         UNIT = 16 / sizeof(Logit),
         UNITS = LOSS_ITEMS / UNIT,
-        SLOT_BYTES = CHUNK * sizeof(Logit),
-        SLOTS = (SHARED_BYTES - TEACHER_BYTES) / SLOT_BYTES
+        SLOT_BYTES = CHUNK * sizeof(Logit)
     };
 };
 
@@ -29,13 +30,17 @@ struct place {
     int32_t rank, ctas;   // in the cluster
     int32_t begin, count; // elements of the row in this CTA's slice
     int32_t chunks;       // of the slice
+    int32_t slots;        // of the ring
+    // Shared addresses. ring, teacher: of this thread's first unit; nothing: a unit of -inf; barriers: full
+    // and empty, slot by slot.
+    uint32_t ring, teacher, nothing, barriers;
 };
 
-// A unit of -inf: what is copied where a slot has more elements than the slice.
-[[maybe_unused]] static __device__ const uint4 nothing_fp32 = {0xff800000u, 0xff800000u,
-                                                               0xff800000u, 0xff800000u};
-[[maybe_unused]] static __device__ const uint4 nothing_bf16 = {0xff80ff80u, 0xff80ff80u,
-                                                               0xff80ff80u, 0xff80ff80u};
+// A slot and how often, modulo 2, the ring was gone round.
+struct cursor {
+    int32_t slot;
+    uint32_t phase;
+};
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 
@@ -53,30 +58,40 @@ static __device__ __forceinline__ Value *in_cta(Value *p, int rank, int own)
     return rank == own ? p : (Value *)address;
 }
 
-// All threads of the cluster meet by an arrive and a wait of each. What a thread wrote before
-// cluster_exchange, also to other CTAs, is seen by all behind their wait. cluster_pass publishes nothing, and
-// so waits for nothing that the thread has under way.
-static __device__ __forceinline__ void cluster_exchange(int ctas)
+// A word to a place in shared memory, possibly another CTA's. Its lowest bit is lost: it says to which of the
+// place's messages, taken in turn, the word belongs (phase 0 first), so that nothing has to be ordered.
+static __device__ __forceinline__ void mail_put(uint64_t *to, uint64_t word, uint32_t phase)
+{
+    asm volatile("st.relaxed.cluster.b64 [%0], %1;" ::"l"(to), "l"((word & ~(uint64_t)1) | phase)
+                 : "memory");
+}
+
+static __device__ __forceinline__ uint64_t mail_take(const uint64_t *from, uint32_t phase)
+{
+    uint64_t word;
+    do
+        asm volatile("ld.relaxed.cluster.shared::cta.b64 %0, [%1];"
+                     : "=l"(word)
+                     : "r"(shared_address(from))
+                     : "memory");
+    while ((word & 1) != phase);
+    return word & ~(uint64_t)1;
+}
+
+// All threads of the cluster. What was written before is seen behind it.
+static __device__ __forceinline__ void cluster_sync(int ctas)
 {
     if (ctas > 1)
         asm volatile("barrier.cluster.arrive.release;\n"
                      "barrier.cluster.wait.acquire;" ::
                          : "memory");
+    __syncthreads(); // the barrier that racecheck knows for certain
 }
 
-static __device__ __forceinline__ void cluster_pass(int ctas)
+// The computing warps and the messenger.
+static __device__ __forceinline__ void workers_sync(void)
 {
-    if (ctas > 1)
-        asm volatile("barrier.cluster.arrive.relaxed;\n"
-                     "barrier.cluster.wait.acquire;" ::
-                         : "memory");
-}
-
-// The CTA's own barrier is the one that racecheck knows for certain.
-static __device__ __forceinline__ void cluster_sync(int ctas)
-{
-    cluster_exchange(ctas);
-    __syncthreads();
+    asm volatile("bar.sync 1, %0;" ::"n"((int)WORKERS) : "memory");
 }
 
 static __device__ __forceinline__ int cluster_rank(void)
@@ -93,9 +108,52 @@ static __device__ __forceinline__ int cluster_size(void)
     return size;
 }
 
-static __device__ __forceinline__ void copy_unit(uint32_t to, const void *from)
+static __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals)
 {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals)
+                 : "memory");
+}
+
+// Barriers are there for the copy engine too.
+static __device__ __forceinline__ void barriers_publish(void)
+{
+    asm volatile("fence.mbarrier_init.release.cluster;\n"
+                 "fence.proxy.async.shared::cta;" ::
+                     : "memory");
+}
+
+static __device__ __forceinline__ void barrier_arrive(uint32_t barrier)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// An arrival that announces so many bytes.
+static __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t phase)
+{
+    uint32_t done = 0;
+    while (!done)
+        asm volatile("{\n.reg .pred p;\n"
+                     "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                     "selp.u32 %0, 1, 0, p;\n}\n"
+                     : "=r"(done)
+                     : "r"(barrier), "r"(phase)
+                     : "memory");
+}
+
+// By the copy engine: multiples of 16 bytes, which the barrier counts.
+static __device__ __forceinline__ void copy_bytes(uint32_t to, const void *from, int bytes,
+                                                  uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], "
+                 "%2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
 }
 
 static __device__ __forceinline__ void store_shared(uint32_t to, uint4 v)
@@ -115,152 +173,114 @@ static __device__ __forceinline__ uint4 load_unit(uint32_t from)
     return v;
 }
 
-static __device__ __forceinline__ void copy_commit(void)
+static __device__ __forceinline__ int32_t slot_after(int32_t slot, int32_t count,
+                                                     const struct place &at)
 {
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    slot += count;
+    return slot >= at.slots ? slot - at.slots : slot;
 }
 
-// Until at most PENDING of this thread's youngest copies are under way.
-template <int PENDING> static __device__ __forceinline__ void copy_wait(void)
+static __device__ __forceinline__ void cursor_next(struct cursor *c, const struct place &at)
 {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+    c->slot = slot_after(c->slot, 1, at);
+    c->phase ^= c->slot == 0 ? 1u : 0u;
 }
 
-static __device__ __forceinline__ const float *nothing(const float *)
+static __device__ __forceinline__ uint32_t barrier_full(const struct place &at, int32_t slot)
 {
-    return (const float *)&nothing_fp32;
+    return at.barriers + 16 * slot;
 }
 
-static __device__ __forceinline__ const bf16_t *nothing(const bf16_t *)
+static __device__ __forceinline__ uint32_t barrier_empty(const struct place &at, int32_t slot)
 {
-    return (const bf16_t *)&nothing_bf16;
+    return barrier_full(at, slot) + 8;
 }
 
-// The stream of chunks into the ring: what comes next. It goes where the oldest chunk was.
-template <typename Logit> struct feed {
-    const Logit *source;     // this thread's next element
-    int32_t left;            // chunks of the slice that were not copied yet
-    int32_t row, begin, end; // of the cluster
-    int32_t teacher;         // row of the teacher, of `row`
-    int32_t teachers;        // lane by lane, of rows row / 32 * 32 and on
-    bool is_teacher;         // of the source
-    uint32_t fresh;          // bit r % 32: row r has another teacher than the row before
-};
-
-// Shared address of this thread's first unit in the ring's first slot.
-static __device__ __forceinline__ uint32_t ring_first(const unsigned char *ring)
+// By one thread, before the others use the ring.
+static __device__ __forceinline__ void ring_open(const struct place &at)
 {
-    return shared_address(ring) + threadIdx.x * 16;
-}
-
-template <typename Logit>
-static __device__ __forceinline__ uint32_t ring_next(uint32_t slot, const unsigned char *ring)
-{
-    slot += layout<Logit>::SLOT_BYTES;
-    bool end = slot >= shared_address(ring) + layout<Logit>::SLOTS * layout<Logit>::SLOT_BYTES;
-    return end ? slot - layout<Logit>::SLOTS * layout<Logit>::SLOT_BYTES : slot;
-}
-
-// The teacher of the next row. Read for 32 rows at a time, since the copies would wait for each one.
-template <typename Logit>
-static __device__ __forceinline__ void feed_teacher(struct feed<Logit> *f,
-                                                    const int32_t *teacher_row)
-{
-    if (f->row == f->begin || f->row % WARP == 0) {
-        int32_t r = f->row / WARP * WARP + (int32_t)threadIdx.x % WARP;
-        f->teachers = r < f->end ? teacher_row[r] : 0;
+    for (int i = 0; i < at.slots; i++) {
+        barrier_init(barrier_full(at, i), 1);
+        barrier_init(barrier_empty(at, i), LOSS_THREADS);
     }
-    f->teacher = __shfl_sync(0xffffffffu, f->teachers, f->row % WARP);
+    barriers_publish();
 }
 
-// Moves on to the next row: the teacher's of a student row with another teacher, then the student's.
-template <typename Logit>
-static __device__ __forceinline__ void
-feed_row(struct feed<Logit> *f, const struct softmax_loss &op, const struct place &at)
+// This thread has read its elements of the slot for the last time. An arrival of each thread takes no longer
+// than one of each warp that has met before.
+static __device__ __forceinline__ void slot_release(const struct place &at, int32_t slot)
 {
-    if (f->is_teacher) {
-        f->is_teacher = false;
-    } else {
-        int32_t before = f->teacher;
-        f->row++;
-        if (op.teacher != NULL && f->row < f->end)
-            feed_teacher(f, op.teacher_row);
-        f->is_teacher = op.teacher != NULL && f->teacher != before;
-        uint32_t bit = 1u << f->row % 32;
-        f->fresh = f->is_teacher ? f->fresh | bit : f->fresh & ~bit;
-    }
-    const Logit *rows = (const Logit *)(f->is_teacher ? op.teacher : op.student);
-    f->source = rows + (int64_t)(f->is_teacher ? f->teacher : f->row) * op.vocab + at.begin +
-                (int32_t)threadIdx.x * layout<Logit>::UNIT;
-    f->left = f->row < f->end ? at.chunks : 0;
+    barrier_arrive(barrier_empty(at, slot));
 }
 
-// Starts the copy of the next chunk; an empty one after the last row, so that counts stay the same.
+// Copies a slice. first: shared address of the ring; source: the slice's first element. By one thread.
 template <typename Logit>
-static __device__ __forceinline__ void feed_chunk(struct feed<Logit> *f, uint32_t slot,
-                                                  const struct softmax_loss &op,
-                                                  const struct place &at)
+static __device__ __forceinline__ void feed_slice(struct cursor *c, uint32_t first,
+                                                  const Logit *source, const struct place &at)
 {
-    typedef layout<Logit> lay;
-    const int32_t step = LOSS_THREADS * lay::UNIT; // elements from unit to unit
-    if (f->left > 1) {
-#pragma unroll
-        for (int u = 0; u < lay::UNITS; u++)
-            copy_unit(slot + u * LOSS_THREADS * 16, f->source + u * step);
-        f->source += CHUNK;
-        f->left--;
-    } else if (f->left == 1) {
-        int32_t first = (at.chunks - 1) * CHUNK + (int32_t)threadIdx.x * lay::UNIT;
-#pragma unroll
-        for (int u = 0; u < lay::UNITS; u++)
-            copy_unit(slot + u * LOSS_THREADS * 16,
-                      first + u * step < at.count ? f->source + u * step : nothing(f->source));
-        feed_row(f, op, at);
-    }
-    copy_commit();
-}
-
-template <typename Logit>
-static __device__ __forceinline__ struct feed<Logit>
-feed_begin(const struct softmax_loss &op, const struct place &at, const unsigned char *ring,
-           int32_t begin, int32_t end) {
-    struct feed<Logit> f;
-    f.row = begin - 1;
-    f.begin = begin;
-    f.end = end;
-    f.teachers = 0;
-    f.teacher = -1;
-    f.is_teacher = false;
-    f.fresh = 0;
-    feed_row(&f, op, at);
-    uint32_t slot = ring_first(ring);
 #pragma unroll 1
-    for (int i = 0; i < layout<Logit>::SLOTS; i++, slot += layout<Logit>::SLOT_BYTES)
-        feed_chunk(&f, slot, op, at);
-    return f;
-}
-
-static __device__ __forceinline__ void
-take(float x[LOSS_ITEMS], uint32_t slot, const float *)
-{
-#pragma unroll
-    for (int u = 0; u < 2; u++) {
-        uint4 v = load_unit(slot + u * LOSS_THREADS * 16);
-        x[4 * u] = __uint_as_float(v.x);
-        x[4 * u + 1] = __uint_as_float(v.y);
-        x[4 * u + 2] = __uint_as_float(v.z);
-        x[4 * u + 3] = __uint_as_float(v.w);
+    for (int g = 0; g < at.chunks; g++) {
+        uint32_t full = barrier_full(at, c->slot);
+        int bytes = min((int32_t)CHUNK, at.count - g * CHUNK) * (int)sizeof(Logit);
+        barrier_wait(barrier_empty(at, c->slot), c->phase ^ 1u);
+        barrier_expect(full, bytes);
+        copy_bytes(first + c->slot * layout<Logit>::SLOT_BYTES, source + g * CHUNK, bytes, full);
+        cursor_next(c, at);
     }
 }
 
-static __device__ __forceinline__ void take(float x[LOSS_ITEMS], uint32_t slot, const bf16_t *)
+// All copies for rows [begin, end), in the order of use, as soon as there is a slot.
+template <typename Logit>
+static __device__ __forceinline__ void feed_run(const struct softmax_loss &op,
+                                                const struct place &at, uint32_t first,
+                                                int32_t begin, int32_t end)
 {
-    uint4 v = load_unit(slot);
+    const Logit *teacher = (const Logit *)op.teacher + at.begin,
+                *student = (const Logit *)op.student + at.begin;
+    struct cursor c = {0, 0};
+    int32_t before = -1, now = op.teacher != NULL ? op.teacher_row[begin] : -1;
+#pragma unroll 1
+    for (int32_t r = begin; r < end; r++) {
+        int32_t next = op.teacher != NULL && r + 1 < end ? op.teacher_row[r + 1] : -1;
+        if (now != before)
+            feed_slice<Logit>(&c, first, teacher + now * op.vocab, at);
+        feed_slice<Logit>(&c, first, student + r * op.vocab, at);
+        before = now;
+        now = next;
+    }
+}
+
+static __device__ __forceinline__ void unit_values(float *x, uint4 v, const float *)
+{
+    x[0] = __uint_as_float(v.x);
+    x[1] = __uint_as_float(v.y);
+    x[2] = __uint_as_float(v.z);
+    x[3] = __uint_as_float(v.w);
+}
+
+static __device__ __forceinline__ void unit_values(float *x, uint4 v, const bf16_t *)
+{
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         x[2 * j] = __uint_as_float(words[j] << 16);
         x[2 * j + 1] = __uint_as_float(words[j] & 0xffff0000u);
+    }
+}
+
+// This thread's elements of the slice's g-th chunk, in a slot that is full; -inf beyond the slice.
+template <typename Logit>
+static __device__ __forceinline__ void take(float x[LOSS_ITEMS], int32_t slot, int g,
+                                            const struct place &at)
+{
+    typedef layout<Logit> lay;
+    uint32_t from = at.ring + slot * lay::SLOT_BYTES;
+    int32_t left = at.count - g * CHUNK - (int32_t)threadIdx.x * lay::UNIT;
+#pragma unroll
+    for (int u = 0; u < lay::UNITS; u++) {
+        bool there = u * LOSS_THREADS * lay::UNIT < left;
+        unit_values(x + u * lay::UNIT, load_unit(there ? from + u * LOSS_THREADS * 16 : at.nothing),
+                    (const Logit *)NULL);
     }
 }
 
@@ -299,7 +319,9 @@ static __device__ __forceinline__ void teacher_store(uint32_t to, const float x[
 
 static __device__ __forceinline__ void teacher_load(float x[LOSS_ITEMS], uint32_t from)
 {
-    take(x, from, (const float *)NULL);
+#pragma unroll
+    for (int u = 0; u < 2; u++)
+        unit_values(x + 4 * u, load_unit(from + u * LOSS_THREADS * 16), (const float *)NULL);
 }
 
 #endif // sm_90

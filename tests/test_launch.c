@@ -77,7 +77,7 @@ static pid_t pid_of(int rank)
     char path[128];
     int pid = 0;
     snprintf(path, sizeof(path), "%s/%d", folder, rank);
-    for (int i = 0; i < 500 && pid == 0; i++) {
+    for (int i = 0; i < 3000 && pid == 0; i++) {
         FILE *file = fopen(path, "r");
         if (file != NULL && fscanf(file, "%d", &pid) != 1)
             pid = 0;
@@ -100,17 +100,17 @@ static void forget_pids(void)
 
 static void must_be_gone(pid_t pid)
 {
-    for (int i = 0; i < 300 && kill(pid, 0) == 0; i++)
+    for (int i = 0; i < 3000 && kill(pid, 0) == 0; i++)
         usleep(10000);
     assert_int_not_equal(kill(pid, 0), 0);
 }
 
-// A script that writes its process down before it goes on.
-static char *noted(const char *rest)
+// A script that gets ready, writes its process down and goes on.
+static char *noted(const char *ready, const char *rest)
 {
-    return memory_format("echo $$ > %s/$DTRAIN_RANK.new; mv %s/$DTRAIN_RANK.new "
+    return memory_format("%s; echo $$ > %s/$DTRAIN_RANK.new; mv %s/$DTRAIN_RANK.new "
                          "%s/$DTRAIN_RANK; %s",
-                         folder, folder, folder, rest);
+                         ready, folder, folder, folder, rest);
 }
 
 static void the_others_end_when_one_is_killed(void **state)
@@ -125,10 +125,10 @@ static void the_others_end_when_one_is_killed(void **state)
                                         "[ $DTRAIN_RANK = 1 ] && exit 0; exec sleep 60"};
     for (size_t i = 0; i < sizeof(rests) / sizeof(rests[0]); i++) {
         double seconds;
-        char *script = noted(rests[i]);
+        char *script = noted(":", rests[i]);
         forget_pids();
         assert_int_equal(run(3, script, &seconds), 1);
-        assert_true(seconds < 10.0);
+        assert_true(seconds < 30.0);
         for (int rank = 0; rank < 3; rank++)
             must_be_gone(pid_of(rank));
         free(script);
@@ -136,9 +136,9 @@ static void the_others_end_when_one_is_killed(void **state)
 }
 
 // launch_run in a process of its own. Returns it once all ranks run.
-static pid_t start(const char *rest)
+static pid_t start(const char *ready, const char *rest)
 {
-    char *script = noted(rest);
+    char *script = noted(ready, rest);
     forget_pids();
     pid_t pid = fork();
     assert_true(pid >= 0);
@@ -146,7 +146,6 @@ static pid_t start(const char *rest)
         _exit(run(3, script, NULL));
     for (int rank = 0; rank < 3; rank++)
         pid_of(rank);
-    usleep(200000); // for the script's next words
     free(script);
     return pid;
 }
@@ -164,24 +163,24 @@ static void signals_are_passed_on(void **state)
     static const int numbers[] = {SIGTERM, SIGINT, SIGUSR1};
     for (size_t i = 0; i < sizeof(numbers) / sizeof(numbers[0]); i++) {
         // exit 75 only for that signal
-        char *rest = memory_format("trap 'exit 75' %d; while :; do sleep 0.05; done", numbers[i]);
-        pid_t pid = start(rest);
+        char *ready = memory_format("trap 'exit 75' %d", numbers[i]);
+        pid_t pid = start(ready, "while :; do sleep 0.05; done");
         kill(pid, numbers[i]);
         assert_int_equal(status_of(pid), 75);
-        free(rest);
+        free(ready);
     }
 }
 
 static void a_second_signal_stops_what_does_not_hear(void **state)
 {
     (void)state;
-    pid_t pid = start("trap '' TERM INT; while :; do sleep 0.1; done");
+    pid_t pid = start("trap '' TERM INT", "while :; do sleep 0.1; done");
     double begin = timer_now();
     kill(pid, SIGINT);
     usleep(300000);
     kill(pid, SIGINT);
     assert_int_equal(status_of(pid), 1);
-    assert_true(timer_now() - begin < 8.0);
+    assert_true(timer_now() - begin < 30.0);
     for (int rank = 0; rank < 3; rank++)
         must_be_gone(pid_of(rank));
 }
@@ -189,9 +188,8 @@ static void a_second_signal_stops_what_does_not_hear(void **state)
 static void no_orphan_outlives_the_supervisor(void **state)
 {
     (void)state;
-    pid_t pid =
-        start("[ $DTRAIN_RANK = 2 ] && kill -STOP $$; trap '' TERM HUP INT; while :; do sleep 0.1; "
-              "done");
+    pid_t pid = start("trap '' TERM HUP INT",
+                      "[ $DTRAIN_RANK = 2 ] && kill -STOP $$; while :; do sleep 0.1; done");
     kill(pid, SIGKILL);
     assert_int_equal(status_of(pid), 128 + SIGKILL);
     for (int rank = 0; rank < 3; rank++)

@@ -34,7 +34,7 @@ struct scene {
 struct shared {
     char fault[RANKS][4096]; // of joining
     volatile int32_t port;   // where rank 0 listens
-    volatile double times[RANKS];
+    volatile bool dying;     // the unlucky rank is about to
 };
 
 static struct shared *shared;
@@ -94,7 +94,6 @@ static void live(const struct scene *scene, int rank)
     }
     struct control *control = control_open(rank, scene->place[rank].size, peers, scene->limit);
     scene->run(control, rank);
-    shared->times[rank] = timer_now();
     control_close(control);
     _exit(0);
 }
@@ -134,7 +133,7 @@ static struct outcome finish(int stopped)
         if (rank == stopped)
             kill(children[rank], SIGKILL);
         while (waitpid(children[rank], &status, WNOHANG) == 0) {
-            if (timer_now() - begin > 30.0)
+            if (timer_now() - begin > 60.0)
                 kill(children[rank], SIGKILL);
             usleep(1000);
         }
@@ -181,12 +180,12 @@ static void do_nothing(struct control *control, int rank)
 static void ranks_meet_and_leave(void **state)
 {
     (void)state;
-    struct scene scene = make_scene(do_nothing, 10.0);
+    struct scene scene = make_scene(do_nothing, 60.0);
     start(&scene);
     struct outcome outcome = finish(-1);
     for (int rank = 0; rank < RANKS; rank++)
         assert_int_equal(outcome.status[rank], 0);
-    assert_true(outcome.seconds < 5.0);
+    assert_true(outcome.seconds < 30.0);
     assert_string_equal(said(), "");
 }
 
@@ -199,23 +198,23 @@ static void must_refuse(const struct scene *scene, const char *words)
             assert_int_equal(outcome.status[rank], 2);
     if (strstr(shared->fault[0], words) == NULL)
         fail_msg("\"%s\" is not in \"%s\"", words, shared->fault[0]);
-    assert_true(outcome.seconds < 10.0);
+    assert_true(outcome.seconds < 30.0);
 }
 
 static void strange_ranks_are_refused_by_name(void **state)
 {
     (void)state;
-    struct scene scene = make_scene(do_nothing, 3.0);
+    struct scene scene = make_scene(do_nothing, 20.0);
     scene.identity[2].config = 6;
     must_refuse(&scene, "has another configuration than rank 0");
     assert_non_null(strstr(shared->fault[0], "rank 2 ("));
-    scene = make_scene(do_nothing, 3.0);
+    scene = make_scene(do_nothing, 20.0);
     strcpy(scene.identity[1].program, "1.1 (abd, Release)");
     must_refuse(&scene, "runs dtrain 1.1 (abd, Release), rank 0 runs 1.0");
-    scene = make_scene(do_nothing, 3.0);
+    scene = make_scene(do_nothing, 20.0);
     scene.place[1].size = 2;
     must_refuse(&scene, "was told of 2 ranks, rank 0 of 3");
-    scene = make_scene(do_nothing, 3.0);
+    scene = make_scene(do_nothing, 20.0);
     scene.place[2].rank = 1;
     must_refuse(&scene, "two processes have the same number");
 }
@@ -223,13 +222,13 @@ static void strange_ranks_are_refused_by_name(void **state)
 static void missing_ranks_are_named(void **state)
 {
     (void)state;
-    struct scene scene = make_scene(do_nothing, 1.0);
+    struct scene scene = make_scene(do_nothing, 5.0);
     scene.absent[2] = true;
-    must_refuse(&scene, "within 1 s (parallel.timeout): 2");
+    must_refuse(&scene, "within 5 s (parallel.timeout): 2");
     // One of another job is a stranger: as if it had not come.
-    scene = make_scene(do_nothing, 1.0);
+    scene = make_scene(do_nothing, 5.0);
     scene.place[1].job = 78;
-    must_refuse(&scene, "within 1 s (parallel.timeout): 1");
+    must_refuse(&scene, "within 5 s (parallel.timeout): 1");
     assert_non_null(strstr(shared->fault[1], "rank 0 has not answered on 127.0.0.1"));
 }
 
@@ -237,7 +236,7 @@ static void missing_ranks_are_named(void **state)
 static void strangers_do_not_disturb(void **state)
 {
     (void)state;
-    struct scene scene = make_scene(do_nothing, 10.0);
+    struct scene scene = make_scene(do_nothing, 60.0);
     scene.absent[2] = true;
     start(&scene);
     while (shared->port == 0)
@@ -332,7 +331,7 @@ static void must_notice(void (*run)(struct control *, int), int rank, int signal
                         const char *words, double seconds)
 {
     char who[64];
-    struct scene scene = make_scene(run, 2.5);
+    struct scene scene = make_scene(run, signal_number == SIGKILL ? 60.0 : 5.0);
     unlucky = rank;
     fate = signal_number;
     start(&scene);
@@ -351,10 +350,12 @@ static void every_fate_of_every_rank_is_noticed(void **state)
 {
     (void)state;
     for (int rank = 0; rank < RANKS; rank++) {
-        must_notice(meet_fate, rank, SIGKILL, "has ended without leaving the run", 2.0);
-        must_notice(meet_fate, rank, SIGSTOP, "it is stopped", 9.0);
-        must_notice(meet_fate_deaf, rank, SIGKILL, "has ended without leaving the run", 5.0);
-        must_notice(meet_fate, rank, 0, "it came to exchange 1, they are at 2", 9.0);
+        must_notice(meet_fate, rank, SIGKILL, "has ended without leaving the run", 20.0);
+        must_notice(meet_fate_deaf, rank, SIGKILL, "has ended without leaving the run", 20.0);
+    }
+    for (int rank = 0; rank < RANKS; rank += 2) {
+        must_notice(meet_fate, rank, SIGSTOP, "it is stopped", 30.0);
+        must_notice(meet_fate, rank, 0, "it came to exchange 1, they are at 2", 30.0);
     }
 }
 
@@ -367,12 +368,12 @@ static void stand_still(struct control *control, int rank)
 static void an_exchange_that_stands_still_ends_all(void **state)
 {
     (void)state;
-    struct scene scene = make_scene(stand_still, 1.0);
+    struct scene scene = make_scene(stand_still, 4.0);
     start(&scene);
     struct outcome outcome = finish(-1);
     for (int rank = 0; rank < RANKS; rank++)
         assert_int_equal(outcome.status[rank], 1);
-    assert_true(outcome.seconds < 6.0);
+    assert_true(outcome.seconds < 30.0);
     must_say("exchange 1 stands still", RANKS);
 }
 
@@ -396,12 +397,12 @@ static void stand_still_queued(struct control *control, int rank)
 static void a_queue_that_stands_still_ends_all(void **state)
 {
     (void)state;
-    struct scene scene = make_scene(stand_still_queued, 1.0);
+    struct scene scene = make_scene(stand_still_queued, 4.0);
     start(&scene);
     struct outcome outcome = finish(-1);
     for (int rank = 0; rank < RANKS; rank++)
         assert_int_equal(outcome.status[rank], 1);
-    assert_true(outcome.seconds < 8.0);
+    assert_true(outcome.seconds < 30.0);
     must_say("exchange 1 stands still", RANKS);
 }
 
@@ -414,13 +415,13 @@ static void leave_early(struct control *control, int rank)
 static void one_that_leaves_early_is_missed(void **state)
 {
     (void)state;
-    struct scene scene = make_scene(leave_early, 30.0);
+    struct scene scene = make_scene(leave_early, 60.0);
     start(&scene);
     struct outcome outcome = finish(-1);
     assert_int_equal(outcome.status[0], 1);
     assert_int_equal(outcome.status[1], 0);
     assert_int_equal(outcome.status[2], 1);
-    assert_true(outcome.seconds < 15.0);
+    assert_true(outcome.seconds < 30.0);
     must_say("has left the run, which goes on without it", 2);
 }
 
@@ -433,7 +434,7 @@ static void see_signal(struct control *control, int rank)
         raise(SIGUSR1);
     while (control_signal(control) == 0 && timer_now() - begin < 10.0)
         usleep(1000);
-    if (control_signal(control) != SIGUSR1 || timer_now() - begin > 2.0)
+    if (control_signal(control) != SIGUSR1 || timer_now() - begin > 5.0)
         _exit(7);
 }
 
@@ -441,7 +442,7 @@ static void a_signal_on_any_rank_reaches_all(void **state)
 {
     (void)state;
     for (unlucky = 0; unlucky < RANKS; unlucky++) {
-        struct scene scene = make_scene(see_signal, 10.0);
+        struct scene scene = make_scene(see_signal, 60.0);
         start(&scene);
         struct outcome outcome = finish(-1);
         for (int rank = 0; rank < RANKS; rank++)
@@ -454,9 +455,11 @@ static void die_and_terminate(struct control *control, int rank)
 {
     if (rank == unlucky) {
         usleep(300000);
+        shared->dying = true;
         raise(SIGKILL);
     }
-    usleep(310000);
+    while (!shared->dying)
+        usleep(1000);
     raise(SIGTERM);
     double begin = timer_now();
     while (timer_now() - begin < 10.0) {
@@ -470,7 +473,7 @@ static void a_launchers_signal_after_a_death_is_no_preemption(void **state)
 {
     (void)state;
     for (unlucky = 0; unlucky < RANKS; unlucky++) {
-        struct scene scene = make_scene(die_and_terminate, 10.0);
+        struct scene scene = make_scene(die_and_terminate, 60.0);
         start(&scene);
         struct outcome outcome = finish(-1);
         for (int rank = 0; rank < RANKS; rank++)
@@ -492,13 +495,13 @@ static void a_failure_of_one_is_said_once_and_ends_all(void **state)
 {
     (void)state;
     for (unlucky = 0; unlucky < RANKS; unlucky++) {
-        struct scene scene = make_scene(fail_alone, 10.0);
+        struct scene scene = make_scene(fail_alone, 60.0);
         status_of_failure = unlucky == 1 ? 2 : 1;
         start(&scene);
         struct outcome outcome = finish(-1);
         for (int rank = 0; rank < RANKS; rank++)
             assert_int_equal(outcome.status[rank], rank == unlucky ? 3 : status_of_failure);
-        assert_true(outcome.seconds < 8.0);
+        assert_true(outcome.seconds < 30.0);
         must_say("error 0 ", 1); // rank 0 says it, whoever fails
         must_say(unlucky == 0 ? "error 0 the disk is full" : "): the disk is full", 1);
     }
@@ -515,7 +518,7 @@ static void the_same_failure_of_all_is_said_once(void **state)
 {
     (void)state;
     for (unlucky = 0; unlucky < RANKS; unlucky++) {
-        struct scene scene = make_scene(fail_together, 10.0);
+        struct scene scene = make_scene(fail_together, 60.0);
         start(&scene);
         struct outcome outcome = finish(-1);
         for (int rank = 0; rank < RANKS; rank++)
@@ -536,7 +539,7 @@ static void fail_differently(struct control *control, int rank)
 static void different_failures_are_all_said(void **state)
 {
     (void)state;
-    struct scene scene = make_scene(fail_differently, 10.0);
+    struct scene scene = make_scene(fail_differently, 60.0);
     start(&scene);
     struct outcome outcome = finish(-1);
     for (int rank = 0; rank < RANKS; rank++)
@@ -567,7 +570,7 @@ static void tell_bytes(struct control *control, int rank)
 static void bytes_of_rank_0_reach_all(void **state)
 {
     (void)state;
-    struct scene scene = make_scene(tell_bytes, 10.0);
+    struct scene scene = make_scene(tell_bytes, 60.0);
     start(&scene);
     struct outcome outcome = finish(-1);
     for (int rank = 0; rank < RANKS; rank++)

@@ -17,19 +17,20 @@
 #include "base/timer.h"
 #include "tests/support/program.h"
 
-enum { TIMEOUT = 2 /* parallel.timeout of the scenes */ };
+// parallel.timeout of scenes that end by it, and of those that must end long before. A loaded machine is slow.
+enum { SHORT = 10, LONG = 60, SLOW = 30 };
 
 static char folder[] = "/tmp/dtrain-ranks-XXXXXX";
 static char *output; // of the last scene
 static double seconds;
 
-// mpirun of a scene. Its exit status, 128 + the signal that ended it; a scene that takes a minute fails.
-static int run(int ranks, const char *scene)
+// mpirun of a scene. Its exit status, 128 + the signal that ended it; a scene that takes two minutes fails.
+static int run(int ranks, const char *scene, int limit)
 {
     char number[16], timeout[16];
     int status;
     snprintf(number, sizeof(number), "%d", ranks);
-    snprintf(timeout, sizeof(timeout), "%d", TIMEOUT);
+    snprintf(timeout, sizeof(timeout), "%d", limit);
     double start = timer_now();
     pid_t pid = fork();
     assert_true(pid >= 0);
@@ -44,12 +45,12 @@ static int run(int ranks, const char *scene)
         _exit(127);
     }
     while (waitpid(pid, &status, WNOHANG) == 0) {
-        if (timer_now() - start > 60.0)
+        if (timer_now() - start > 120.0)
             kill(pid, SIGKILL);
         usleep(10000);
     }
     seconds = timer_now() - start;
-    assert_true(seconds < 60.0);
+    assert_true(seconds < 120.0);
     return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
@@ -103,25 +104,25 @@ static void exchanges_are_exact(void **state)
 {
     (void)state;
     for (int ranks = 1; ranks <= 3; ranks++)
-        if (run(ranks, "exchange") != 0)
+        if (run(ranks, "exchange", LONG) != 0)
             fail_msg("%d ranks:\n%s", ranks, program_text(output));
 }
 
 static void a_signal_reaches_all(void **state)
 {
     (void)state;
-    if (run(3, "signalled") != 0)
+    if (run(3, "signalled", LONG) != 0)
         fail_msg("%s", program_text(output));
 }
 
-// Within the limit and some seconds for mpirun itself; the line names rank 2, the last of three.
-static void must_end(const char *scene, const char *words, double limit)
+// The line names rank 2, the last of three.
+static void must_end(const char *scene, const char *words, int limit)
 {
-    int status = run(3, scene);
+    int status = run(3, scene, limit);
     assert_int_not_equal(status, 0);
     must_say("rank 2 (");
     must_say(words);
-    if (!(seconds < limit))
+    if (!(seconds < (limit == SHORT ? SHORT + SLOW : SLOW)))
         fail_msg("%s took %.1f s:\n%s", scene, seconds, program_text(output));
     must_leave_nobody();
 }
@@ -129,39 +130,39 @@ static void must_end(const char *scene, const char *words, double limit)
 static void a_killed_rank_ends_all(void **state)
 {
     (void)state;
-    must_end("killed", "has ended without leaving the run", TIMEOUT + 10);
+    must_end("killed", "has ended without leaving the run", LONG);
 }
 
 static void a_rank_that_exits_ends_all(void **state)
 {
     (void)state;
-    must_end("ended", "has ended without leaving the run", TIMEOUT + 10);
+    must_end("ended", "has ended without leaving the run", LONG);
 }
 
 static void a_stopped_rank_ends_all(void **state)
 {
     (void)state;
-    must_end("stopped", "it is stopped, or its machine", TIMEOUT + 10);
+    must_end("stopped", "it is stopped, or its machine", SHORT);
 }
 
 static void a_rank_that_does_not_come_ends_all(void **state)
 {
     (void)state;
-    must_end("busy", "the other ranks have waited", TIMEOUT + 10);
+    must_end("busy", "the other ranks have waited", SHORT);
     must_say("it came to exchange 6, they are at 7");
 }
 
 static void a_failure_is_told(void **state)
 {
     (void)state;
-    must_end("fails", "the disk of this rank is full", TIMEOUT + 10);
+    must_end("fails", "the disk of this rank is full", LONG);
     assert_int_equal(count_of("the disk of this rank is full"), 1);
 }
 
 static void a_common_failure_is_said_once(void **state)
 {
     (void)state;
-    assert_int_equal(run(3, "all_fail"), 2);
+    assert_int_equal(run(3, "all_fail", LONG), 2);
     assert_int_equal(count_of("the data have no supervised token"), 1);
     must_leave_nobody();
 }

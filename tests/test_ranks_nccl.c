@@ -21,7 +21,7 @@
 
 enum {
     RANKS = 2,
-    TIMEOUT = 5 /* parallel.timeout */,
+    TIMEOUT = 10 /* parallel.timeout, more than NCCL takes to start */,
     NCCL_START = 40 /* seconds, on a cold machine */
 };
 
@@ -109,7 +109,7 @@ static void signals_reach_all(void **state)
 
 static void must_end(const char *scene, const char *words)
 {
-    assert_int_equal(run(scene, "5"), 1);
+    assert_int_equal(run(scene, "10"), 1);
     assert_true(program_says(output, "rank 1 ("));
     assert_true(program_says(output, words));
     assert_false(program_says(output, "do not end: killing them"));
@@ -129,7 +129,7 @@ static void a_stopped_rank_ends_all(void **state)
     (void)state;
     static const char *const scenes[] = {"stopped", "stopped_queued"};
     for (int i = 0; i < 2; i++) {
-        assert_int_equal(run(scenes[i], "5"), 1);
+        assert_int_equal(run(scenes[i], "10"), 1);
         assert_true(program_says(output, "rank 1 ("));
         assert_true(program_says(output, "it is stopped"));
         assert_true(seconds < NCCL_START + 2 * TIMEOUT + 20);

@@ -426,6 +426,15 @@ static void configs_are_refused(void **state)
                      2);
     run_must_say(&fixture, "plain",
                  "attribute format is \"dtrain-features\", not \"dtrain-manifest\"");
+    char *damaged = memory_strdup(run_path(&fixture, "damaged.h5"));
+    assert_int_equal(run_command(&fixture, "manifest", false, "data", "manifest", "--out", damaged,
+                                 run_path(&fixture, "train.h5"), NULL),
+                     0);
+    assert_int_equal(truncate(damaged, 3000), 0);
+    assert_int_equal(run_train(&fixture, "cut", SPOOLED, "--set", "data.manifest=damaged.h5", NULL),
+                     2);
+    run_must_say(&fixture, "cut", "damaged.h5: truncated");
+    free(damaged);
     assert_int_equal(run_command(&fixture, "trace", true, "trace", SPOOLED, "--out",
                                  run_path(&fixture, "trace.safetensors"), NULL),
                      1);

@@ -262,6 +262,29 @@ static int gather(struct strangers *strangers, const struct rank_place *place,
     }
 }
 
+// Those who come late learn for a while why the run does not start; else they would knock until their time is up.
+static void refuse_late(struct strangers *strangers, int listener, int missing, const char *text)
+{
+    double deadline = timer_now() + answer_seconds;
+    while (missing > 0 && timer_now() < deadline) {
+        struct pollfd ready = {.fd = listener, .events = POLLIN};
+        poll(&ready, 1, PAUSE);
+        let_in(strangers, listener);
+        for (int i = 0; i < STRANGERS; i++) {
+            struct wire *wire = &strangers->wires[i];
+            struct rank_hello hello;
+            if (wire->fd < 0 || wire_receive(wire) != 1 || wire->in.size != sizeof(hello))
+                continue;
+            memcpy(&hello, wire->in.payload, sizeof(hello));
+            if (memcmp(hello.token, strangers->own->token, sizeof(hello.token)) == 0) {
+                wire_send(wire, MESSAGE_REFUSED, text, strlen(text) + 1);
+                missing--;
+            }
+            wire_close(wire);
+        }
+    }
+}
+
 int rank_join_gather(const struct rank_place *place, const struct rank_address *address,
                      const struct rank_identity *identity, int listener, struct rank_peer *peers,
                      struct error *err)
@@ -273,6 +296,7 @@ int rank_join_gather(const struct rank_place *place, const struct rank_address *
     for (int i = 0; i < STRANGERS; i++)
         strangers->wires[i].fd = -1;
     int result = gather(strangers, place, address, identity, listener, peers, err);
+    int missing = place->size - 2; // of the others, but for the one that was refused
     for (int rank = 1; rank < place->size; rank++) {
         if (peers[rank].wire.fd < 0)
             continue;
@@ -280,9 +304,12 @@ int rank_join_gather(const struct rank_place *place, const struct rank_address *
             wire_send(&peers[rank].wire, MESSAGE_START, NULL, 0);
             continue;
         }
+        missing--;
         wire_send(&peers[rank].wire, MESSAGE_REFUSED, err->text, strlen(err->text) + 1);
         wire_close(&peers[rank].wire);
     }
+    if (result != 0)
+        refuse_late(strangers, listener, missing, err->text);
     for (int i = 0; i < STRANGERS; i++)
         wire_close(&strangers->wires[i]);
     free(strangers->wires);
@@ -324,10 +351,9 @@ static int knock(const struct rank_hello *hello, const char *host, int port, str
         name_peer(peer, &other);
         return 1;
     }
-    bool refused = got == 1 && peer->wire.in.type == MESSAGE_REFUSED;
     error_set(why, "what listens there is not rank 0 of this run");
     wire_close(&peer->wire);
-    return refused ? -1 : 0;
+    return got == 1 && peer->wire.in.type == MESSAGE_REFUSED ? -1 : 0;
 }
 
 static int find(const struct rank_address *address, const struct rank_hello *hello, double timeout,
@@ -361,11 +387,6 @@ int rank_join_connect(const struct rank_place *place, const struct rank_address 
 {
     const struct rank_hello hello = make_hello(place, address, identity);
     err->text[0] = '\0';
-    if (address->host_count == 0 || address->port == 0)
-        return error_set(err,
-                         "%s does not say where rank 0 is: set MASTER_ADDR to its host, and "
-                         "parallel.port",
-                         rank_launcher_name(place->launcher));
     if (find(address, &hello, identity->timeout, peer, err) != 0)
         return -1;
     int got = await(&peer->wire, timer_now() + identity->timeout + answer_seconds);

@@ -11,8 +11,8 @@ enum {
     MOST_RANKS = 4096,
     PORT_OFFSET = 17, // from torchrun's port to the first that is tried
     PORT_TRIES = 8,
-    SLURM_PORT = 20000, // the first of a job's ports lies in the 10000 from here
-    SLURM_PORTS = 10000
+    JOB_PORT = 20000, // the first of a job's ports lies in the 10000 from here
+    JOB_PORTS = 10000
 };
 
 // The environment and where its faults go.
@@ -114,6 +114,12 @@ static void choose_ports_near(struct rank_place *place, int master)
                                                              : master - PORT_OFFSET - PORT_TRIES;
 }
 
+static void choose_ports_by_job(struct rank_place *place)
+{
+    place->port = JOB_PORT + (int)(place->job % (JOB_PORTS - PORT_TRIES));
+    place->ports = PORT_TRIES;
+}
+
 static int take_address(const struct reader *reader, struct rank_place *place)
 {
     const char *address = look(reader, "MASTER_ADDR");
@@ -155,7 +161,7 @@ static int read_torchrun(const struct reader *reader, struct rank_place *place)
     return 0;
 }
 
-// Where MPI is built in, it tells rank 0's address; MASTER_ADDR is for builds without.
+// Where MPI is built in, it tells rank 0's address; the rest is for builds without.
 static int read_mpirun(const struct reader *reader, struct rank_place *place)
 {
     static const struct names names = {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
@@ -166,7 +172,9 @@ static int read_mpirun(const struct reader *reader, struct rank_place *place)
         return -1;
     const char *here = look(reader, "OMPI_COMM_WORLD_LOCAL_SIZE");
     place->one_machine = here != NULL && atoi(here) == place->size;
-    place->job = hash_text(3, look(reader, "OMPI_MCA_ess_base_jobid"));
+    const char *job = look(reader, "PMIX_NAMESPACE");
+    place->job = hash_text(3, job != NULL ? job : look(reader, "OMPI_MCA_ess_base_jobid"));
+    choose_ports_by_job(place);
     const char *address = look(reader, "MASTER_ADDR");
     if (place->one_machine)
         snprintf(place->host, sizeof(place->host), "127.0.0.1");
@@ -242,8 +250,7 @@ static int read_srun(const struct reader *reader, struct rank_place *place)
         return -1;
     const char *step = look(reader, "SLURM_STEP_ID") != NULL ? "SLURM_STEP_ID" : "SLURM_STEPID";
     place->job = hash_text(hash_text(4, look(reader, "SLURM_JOB_ID")), look(reader, step));
-    place->port = SLURM_PORT + (int)(place->job % (SLURM_PORTS - PORT_TRIES));
-    place->ports = PORT_TRIES;
+    choose_ports_by_job(place);
     return 0;
 }
 

@@ -88,8 +88,15 @@ static int meet(struct ranks *ranks, const struct config *config, struct rank_pe
         result = ranks_mpi_start(ranks, ranks->timeout, err);
     else
         mpi = false;
+    if (result == 0 && !mpi && address.host_count == 0)
+        result = error_set(err,
+                           "%s does not say where rank 0 is: set MASTER_ADDR to its host, or build "
+                           "with MPI",
+                           rank_launcher_name(place->launcher));
     if (result != 0)
         return -1;
+    if (mpi && config->parallel.port == 0)
+        address.port = 0; // any
     if (place->rank == 0 && rank_join_listen(place, &address, &listener, err) != 0) {
         address.port = 0;
         result = -1;

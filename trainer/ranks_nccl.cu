@@ -81,15 +81,21 @@ static void check(struct nccl_state *s, ncclResult_t result, const char *what)
         die("NCCL: %s: %s", what, error_text(s, result));
 }
 
+// Not ready is no error, but would be the thread's last one, which the next launch is checked for.
+static bool is_done(cudaEvent_t event)
+{
+    cudaError_t status = cudaEventQuery(event);
+    if (status == cudaErrorNotReady)
+        (void)cudaGetLastError();
+    else
+        cuda_check(status);
+    return status != cudaErrorNotReady;
+}
+
 // The host waits for an event.
 static void await(struct nccl_state *s, cudaEvent_t event)
 {
-    for (int64_t look = 0;; look++) {
-        cudaError_t status = cudaEventQuery(event);
-        if (status == cudaSuccess)
-            return;
-        if (status != cudaErrorNotReady)
-            cuda_check(status);
+    for (int64_t look = 0; !is_done(event); look++) {
         ranks_check(s->ranks);
         pause_a_little(look);
     }

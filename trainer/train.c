@@ -98,11 +98,8 @@ static int loop(struct run *run, struct error *err)
                  (long long)run->counters.validations_without_better);
     if (run->counters.step > 0 || status == 1)
         run_save(run, false);
-    if (status == 0) {
-        if (run->spool != NULL)
-            run_spool_finish(run->spool);
+    if (status == 0)
         return EXIT_DONE;
-    }
     if (ranks_signal(run->ranks) != 0)
         log_info("signal %d: stopping at step %lld", ranks_signal(run->ranks),
                  (long long)run->counters.step);
@@ -136,6 +133,9 @@ int command_train(const struct options *options)
         run_report_memory(&run);
         if (status != EXIT_FAILED && run_finish_saving(&run, &err) != 0)
             status = EXIT_FAILED;
+        // Only now: a run that is killed before its last checkpoint is complete goes back.
+        if (status == EXIT_DONE && run.spool != NULL)
+            run_spool_finish(run.spool);
     }
     log_status_line(NULL);
     if (status == EXIT_DONE)

@@ -21,8 +21,9 @@ WAIT_SECONDS = 0.5
 
 
 def _boot():
+    """Of the machine, and which of its process numbers are meant: containers have their own."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return file.read().strip()
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _process_start(pid):
@@ -41,7 +42,7 @@ class Claims:
         self.folder, self.say = folder, say
         self.me = {"host": socket.gethostname(), "boot": _boot(), "pid": os.getpid(),
                    "start": _process_start(os.getpid())}
-        self.token = f"{self.me['host']}-{self.me['pid']}"
+        self.token = self.me["token"] = f"{self.me['host']}-{self.me['pid']}-{os.urandom(4).hex()}"
         self.held = {}  # name: number
         self.lock, self.stop = threading.Lock(), threading.Event()
         self.thread = threading.Thread(target=self._renew, daemon=True)
@@ -122,9 +123,8 @@ class Claims:
             return False, None
         if not self._make(name, numbers[-1] + 1):
             return False, None
-        dead = f"{owner['host']}-{owner['pid']}"
-        self.say(f"{name}: taken over from {dead}, which has died")
-        return True, dead
+        self.say(f"{name}: taken over from process {owner['pid']} of {owner['host']}, which has died")
+        return True, owner["token"]
 
     def still_mine(self, name):
         return self._claims_of(name)[-1:] == [self.held.get(name)]
@@ -150,7 +150,7 @@ class Claims:
             name, _, number = entry.rpartition(".")
             owner = self._owner(name, int(number)) if number.isdigit() else None
             if owner and not self._is_dead(name, int(number), owner):
-                tokens.add(f"{owner['host']}-{owner['pid']}")
+                tokens.add(owner["token"])
         return len(tokens)
 
     def share(self, names, finished, work):

@@ -3,6 +3,8 @@
 Owns the checks that model and manifest belong together. Order, room and waits are spool.py's.
 """
 
+import os
+
 import torch
 
 from dtrain_tools.budget import Budget
@@ -17,7 +19,7 @@ PADDING_DOCUMENTS = 64  # of the order, among which the shortest and the longest
 
 def feed(args, spread):
     """Until the run of args.config has ended. spread: as Target takes it."""
-    order = read_order(args.dtrain, args.config, args.set)
+    order = read_order(args.dtrain, args.config, [*args.set, f"data.spool={os.path.abspath(args.spool)}"])
     manifest = Manifest(order.manifest)
     say(f"{order.end} documents to read, {order.documents} in an epoch; loading the target")
     if args.threads:

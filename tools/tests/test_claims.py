@@ -55,7 +55,7 @@ class One(Folder):
         process.wait()
         dead = self.claims(pid=process.pid, start=1)
         self.assertTrue(dead.claim("x")[0])
-        self.assertEqual(self.claims().claim("x"), (True, f"{dead.me['host']}-{process.pid}"))
+        self.assertEqual(self.claims().claim("x"), (True, dead.token))
         self.assertFalse(dead.still_mine("x"))
         dead.release("x")  # takes only its own away
         self.assertEqual(self.claims().claim("x"), (False, None))
@@ -74,7 +74,7 @@ class One(Folder):
         old = time.time() - claims.STALE_SECONDS - 5
         os.utime(path, (old, old))
         self.assertEqual(near.workers(), 1)
-        self.assertEqual(near.claim("x"), (True, f"elsewhere-{os.getpid()}"))
+        self.assertEqual(near.claim("x"), (True, far.token))
 
     def test_claims_are_renewed(self):
         with mock.patch.object(claims, "RENEW_SECONDS", 0.02):

@@ -263,8 +263,7 @@ class Live(unittest.TestCase):
 
     def feeder(self, *options):
         return self.extractor("--spool", self.path("spool"), "--config", self.path("run.yaml"), "--set",
-                              f"data.manifest={self.path('data/manifest.h5')}", "--set",
-                              f"data.spool={self.path('spool')}", "--dtrain", DTRAIN, *options)
+                              f"data.manifest={self.path('data/manifest.h5')}", "--dtrain", DTRAIN, *options)
 
     def trainer(self, name, *sets):
         sets = [word for one in (f"run.dir={self.path(name)}", *sets) for word in ("--set", one)]

@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""How fast tools/extract.py captures states, and what of the device it takes: budgets against fixed batches.
+
+    extraction.py [--model DIR | --shape smollm2|tiny] [--device cuda] [--documents 1500] [--planes bfloat16|float8]
+
+Documents of 20 to 4,000 tokens (lognormal, seeded). For each budget of padded tokens: tokens a second, the share of padding, the peak of
+the device beside the sum that extract.py tells before loading (dtrain_tools/memory.py), and how often memory ran out. For
+comparison the same documents in their order in batches of a fixed number of documents. The last line is the best budget over the
+best fixed batch, and whether the sum covered states and teacher: what is above it are the forward pass's activations.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+import types
+
+import numpy as np
+import torch
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(HERE, "..", "tools"))
+
+from dtrain_tools import memory  # noqa: E402
+from dtrain_tools.budget import Budget, is_out_of_memory  # noqa: E402
+from dtrain_tools.target_directory import default_layer_ids  # noqa: E402
+from dtrain_tools.target_model import Capture, Target  # noqa: E402
+
+SHAPES = {  # of a random Llama
+    "smollm2": {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+                "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192,
+                "tie_word_embeddings": True},
+    "tiny": {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192},
+}
+
+
+def make_model(shape, folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(1)
+    LlamaForCausalLM(LlamaConfig(**SHAPES[shape])).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def make_documents(count, vocab):
+    random = np.random.default_rng(7)
+    lengths = np.clip(random.lognormal(6.0, 1.0, count), 20, 4000).astype(int)
+    return [random.integers(0, vocab, length).tolist() for length in lengths]
+
+
+class Meter:
+    def __init__(self, device):
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        self.started = time.time()
+
+    def stop(self):
+        """-> seconds, peak bytes (0 on a CPU)."""
+        if self.device.type != "cuda":
+            return time.time() - self.started, 0
+        torch.cuda.synchronize(self.device)
+        return time.time() - self.started, torch.cuda.max_memory_allocated(self.device)
+
+
+def run_budget(capture, documents, tokens, rows):
+    said, padded, meter = [], 0, Meter(capture.target.device)
+    for group, _ in Budget(tokens, said.append).run(documents, len, lambda group: capture.run(group, rows)):
+        padded += len(group) * max(map(len, group))
+    seconds, peak = meter.stop()
+    real = sum(map(len, documents))
+    return real / seconds, 1 - real / padded, peak, len(said)
+
+
+def run_fixed(capture, documents, count, rows):
+    """-> the same, or None where memory runs out, as a fixed batch would end."""
+    padded, meter = 0, Meter(capture.target.device)
+    try:
+        for at in range(0, len(documents), count):
+            group = documents[at:at + count]
+            capture.run(group, rows)
+            padded += len(group) * max(map(len, group))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    seconds, peak = meter.stop()
+    real = sum(map(len, documents))
+    return real / seconds, 1 - real / padded, peak, 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description="speed and memory of capturing states")
+    parser.add_argument("--model")
+    parser.add_argument("--shape", default="smollm2", choices=sorted(SHAPES))
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--documents", type=int, default=1500)
+    parser.add_argument("--teacher-rows", type=int, default=1024)
+    parser.add_argument("--planes", default="bfloat16", choices=["bfloat16", "float8"])
+    parser.add_argument("--budgets", default="4096,16384,65536,262144")
+    parser.add_argument("--fixed", default="1,4,16,64,256")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        target = Target(args.model or make_model(args.shape, folder), None, args.device)
+    documents, layers = make_documents(args.documents, target.vocab_size), default_layer_ids(len(target.layers), 3)
+    tokens, longest = sum(map(len, documents)), max(map(len, documents))
+    weights = sum(weight.numel() * weight.element_size() for weight in target.model.parameters())
+    print(f"{len(documents)} documents, {tokens:,} tokens, the longest {longest}; {args.planes}, {target.dtype}, {target.device}")
+    best = {"budget": 0.0, "fixed": 0.0}
+    with Capture(target, layers, args.planes == "float8") as capture:
+        capture.run(documents[:2], args.teacher_rows)  # what is set up once
+        for kind, values, work in (("budget", args.budgets, run_budget), ("fixed", args.fixed, run_fixed)):
+            for value in map(int, values.split(",")):
+                found = work(capture, documents, value, args.teacher_rows)
+                if found is None:
+                    print(f"{kind} {value:7}: out of memory, which ends such a run", flush=True)
+                    continue
+                rate, padding, peak, halved = found
+                options = types.SimpleNamespace(batch_tokens=value, teacher_rows=args.teacher_rows, answer_tokens=0)
+                told = memory.needed(memory.extraction_parts(target.config, len(layers), options, weights, longest, 0, 2))
+                beside = f", told {told / 1e9:.2f} GB" if kind == "budget" else ""
+                print(f"{kind} {value:7}: {rate:10,.0f} tokens/s, {100 * padding:4.1f} % padding, peak {peak / 1e9:.2f} GB"
+                      f"{beside}, {halved} times out of memory", flush=True)
+                best[kind] = max(best[kind], rate)
+    print(f"best budget over best fixed batch: {best['budget'] / max(best['fixed'], 1e-9):.2f}")
+
+
+if __name__ == "__main__":
+    main()
