@@ -70,6 +70,8 @@ static void watch_run(struct watch *w)
     idle_unless(w, c->data.noise_std > 0.0, "data", "noise_kind", "with data.noise_std 0");
     idle_unless(w, c->data.on_bad_sample == BAD_SAMPLE_SKIP, "data", "max_bad_fraction",
                 "without data.on_bad_sample skip");
+    idle_unless(w, c->data.spool, "data", "spool_bytes", "without data.spool");
+    idle_unless(w, c->data.spool, "data", "spool_wait", "without data.spool");
     idle_unless(w, val, "validation", "rows", "without data.val");
     idle_unless(w, val, "validation", "draft_tokens", "without data.val");
     idle_unless(w, c->schedule.kind == SCHEDULE_WSD, "schedule", "decay_ratio",

@@ -496,14 +496,16 @@ static void warnings_name_idle_keys(void **state)
         &folder, "a.yaml",
         GOOD
         "data: {noise_kind: uniform, train: [a.h5], val: [a.h5]}\nschedule: {decay_ratio: 0.2}\n");
-    const char *const sets[] = {"ttt_steps=3", "predict_from_anchor=true", "gpus=2", "device=cpu"};
+    const char *const sets[] = {"ttt_steps=3", "predict_from_anchor=true", "gpus=2", "device=cpu",
+                                "spool_wait=5"};
     struct config c;
     struct error text = {{0}};
-    load(&c, file, sets, 4);
-    assert_int_equal(config_warnings(&c, &text), 6);
+    load(&c, file, sets, 5);
+    assert_int_equal(config_warnings(&c, &text), 7);
     char *want = memory_format(
         "--set drafter.ttt_steps: has no effect with drafter.kind dflash\n"
         "%s:5: data.noise_kind: has no effect with data.noise_std 0\n"
+        "--set data.spool_wait: has no effect without data.spool\n"
         "%s:6: schedule.decay_ratio: has no effect without schedule.kind wsd\n"
         "--set drafter.predict_from_anchor: no server runs dflash drafters of this layout; every "
         "export of it is refused\n"
