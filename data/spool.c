@@ -43,7 +43,7 @@ struct spool {
     bool stopping;
     struct spool_state state;
     int64_t bytes;
-    bool write_told;
+    bool unsettled; // the state could not be written, or a shard not be removed
 };
 
 uint64_t spool_order(const struct documents *documents, uint64_t seed, int64_t seq_len)
@@ -340,14 +340,21 @@ static int settle(struct spool *spool, struct error *err)
 }
 
 // A full disk or a folder that is gone for a while holds the extractor up, not the steps that have their
-// features; every later call tries again.
+// features; later steps and waits try again.
 static void settle_or_warn(struct spool *spool)
 {
     struct error err = {""};
     int result = settle(spool, &err);
-    if (result != 0 && !spool->write_told)
+    if (result != 0 && !spool->unsettled)
         log_warn("data.spool: %s; the extractor may stand still until this is mended", err.text);
-    spool->write_told = result != 0;
+    spool->unsettled = result != 0;
+}
+
+// A run that waits completes no step, so that the wait itself must try again. Lock held.
+static void settle_what_failed(struct spool *spool)
+{
+    if (spool->unsettled)
+        settle_or_warn(spool);
 }
 
 void spool_used(struct source *source, int64_t serial, int64_t needed)
@@ -375,6 +382,9 @@ int64_t spool_missing(struct source *source, int64_t first, int64_t end)
     struct spool *spool = (struct spool *)source;
     struct spool_listing listing;
     struct error err = {""};
+    pthread_mutex_lock(&spool->lock);
+    settle_what_failed(spool);
+    pthread_mutex_unlock(&spool->lock);
     if (spool_list(&listing, spool->folder, &err) != 0)
         return first; // a folder that can not be read now may be there later
     for (size_t i = 0; i < listing.count && first < end; i++)
@@ -389,6 +399,7 @@ bool spool_waiting(struct source *source, int64_t *serial)
     struct spool *spool = (struct spool *)source;
     bool found = false;
     pthread_mutex_lock(&spool->lock);
+    settle_what_failed(spool);
     for (const struct waiter *w = spool->waiters; w != NULL; w = w->next) {
         if (w->serial >= spool->state.end || (found && w->serial >= *serial))
             continue;

@@ -198,6 +198,32 @@ static void kills_at_random_moments(void **state)
     print_message("%d rounds, %d runs came to their end in them\n", kills, ended);
 }
 
+// A state that can not be written for a while holds the extractor up, and is written when it can be.
+static void state_that_can_not_be_written(void **state)
+{
+    (void)state;
+    struct program program = {0};
+    const char *in_the_way = run_path(&fixture, "spool/spool.json.tmp");
+    const char *output = run_path(&fixture, "blocked.out");
+    remove_tree("blocked");
+    feeder_start(&feeder);
+    run_train_start(&fixture, &program, "blocked", SPOOLED, "--set", "data.spool_bytes=256KiB",
+                    NULL);
+    program_wait_step(&program, run_path(&fixture, "blocked"), 2, LIMIT);
+    double end = timer_now() + LIMIT;
+    while (mkdir(in_the_way, 0777) != 0 && timer_now() < end) // while a state is being written
+        sleep_for(0.001);
+    while (!program_says(output, "the extractor may stand still until this is mended") &&
+           timer_now() < end)
+        sleep_for(0.01);
+    sleep_for(0.5); // the extractor fills the spool and stands still
+    assert_true(program_runs(&program));
+    assert_int_equal(rmdir(in_the_way), 0);
+    assert_int_equal(program_wait(&program, LIMIT), 0);
+    run_must_say(&fixture, "blocked", "the extractor may stand still until this is mended");
+    run_must_equal(&fixture, "whole", "blocked", RUN_STEPS);
+}
+
 // A resumed run asks again for what was removed: the extractor goes back.
 static void resume_goes_back(void **state)
 {
@@ -447,12 +473,19 @@ int main(int argc, char **argv)
         kills = atoi(argv[2]);
 #define SPOOL_TEST(test) cmocka_unit_test_setup(test, fresh_spool)
     const struct CMUnitTest tests[] = {
-        SPOOL_TEST(spooled_run_equals_shards), SPOOL_TEST(order_from_a_step),
-        SPOOL_TEST(kills_at_random_moments),   SPOOL_TEST(resume_goes_back),
-        SPOOL_TEST(two_ranks_share_a_spool),   SPOOL_TEST(waiting_has_an_end),
-        SPOOL_TEST(waiting_is_said),           SPOOL_TEST(signal_ends_a_wait),
-        SPOOL_TEST(wrong_shards_are_refused),  SPOOL_TEST(partial_files),
-        SPOOL_TEST(other_orders_are_refused),  SPOOL_TEST(plan_from_a_manifest),
+        SPOOL_TEST(spooled_run_equals_shards),
+        SPOOL_TEST(order_from_a_step),
+        SPOOL_TEST(state_that_can_not_be_written),
+        SPOOL_TEST(kills_at_random_moments),
+        SPOOL_TEST(resume_goes_back),
+        SPOOL_TEST(two_ranks_share_a_spool),
+        SPOOL_TEST(waiting_has_an_end),
+        SPOOL_TEST(waiting_is_said),
+        SPOOL_TEST(signal_ends_a_wait),
+        SPOOL_TEST(wrong_shards_are_refused),
+        SPOOL_TEST(partial_files),
+        SPOOL_TEST(other_orders_are_refused),
+        SPOOL_TEST(plan_from_a_manifest),
         SPOOL_TEST(configs_are_refused),
     };
     return cmocka_run_group_tests_name("run_spool", tests, open_all, close_all);

@@ -44,7 +44,8 @@ struct control {
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    bool stop, leaving;
+    bool stop;
+    atomic_bool leaving; // without the lock: this process ends by itself
 
     int64_t entered;
     double since; // of the running exchange; 0: none

@@ -43,8 +43,8 @@ struct step_report {
     bool skipped; // non-finite or empty: nothing changed
     double seconds, wait_seconds, read_seconds, forward_seconds, loss_seconds, backward_seconds,
         optimizer_seconds, save_seconds; // read_seconds: of the reader threads
-    int ranks;               // several: exchange_seconds is said
-    double exchange_seconds; // that the step waited for what ranks exchange
+    int ranks;                           // several: exchange_seconds is said
+    double exchange_seconds;             // that the step waited for what ranks exchange
     double read_bytes;
     double memory_bytes;  // peak resident (CPU) or device memory in use
     double planned_bytes; // of device memory
