@@ -265,6 +265,25 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
     return 0;
 }
 
+// Ranks have threads, so documents come first; what is wrong with them is told when the ranks have met.
+static int open_session(struct run *run, struct error *err)
+{
+    struct error fault = {""};
+    struct config *config = &run->config;
+    if (log_rank() != 0) // what all ranks would say at the start is rank 0's to say
+        log_configure(LOG_ERROR, log_rank());
+    int status = session_open_data(&run->session, config, SESSION_TRAIN | SESSION_VAL, &fault);
+    if (ranks_open(&run->ranks, config, err) != 0)
+        return -1;
+    if (ranks_rank(run->ranks) != 0)
+        log_configure(LOG_ERROR, ranks_rank(run->ranks));
+    if (status != 0)
+        return error_set(err, "%s", fault.text);
+    if (session_open_model(&run->session, err) != 0)
+        return -1;
+    return session_join(&run->session, run->ranks, err);
+}
+
 int run_open(struct run *run, int *status, struct error *err)
 {
     const struct options *options = run->options;
@@ -277,12 +296,7 @@ int run_open(struct run *run, int *status, struct error *err)
     if (config->run.dir == NULL)
         return error_set(err, "%s: run.dir: required; the folder for checkpoints and metrics",
                          options->config);
-    if (ranks_open(&run->ranks, config, err) != 0)
-        return -1;
-    if (ranks_rank(run->ranks) != 0) // what all ranks would say at the start is rank 0's to say
-        log_configure(LOG_ERROR, ranks_rank(run->ranks));
-    if (session_open(session, config, SESSION_TRAIN | SESSION_VAL, err) != 0 ||
-        session_join(session, run->ranks, err) != 0)
+    if (open_session(run, err) != 0)
         return -1;
     run->times.session = timer_now();
     run->begin_bytes = (size_t)run_peak_memory(run);

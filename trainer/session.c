@@ -157,11 +157,24 @@ const struct documents *session_documents(const struct session *session)
     return session->has_train ? &session->train : &session->val;
 }
 
-int session_open(struct session *session, struct config *config, int needs, struct error *err)
+int session_open_data(struct session *session, struct config *config, int needs, struct error *err)
 {
     *session = (struct session){.config = config};
-    if (session_check_built(config, err) != 0 || open_documents(session, needs, err) != 0)
+    if (session_check_built(config, err) != 0)
         return -1;
+    return open_documents(session, needs, err);
+}
+
+int session_open(struct session *session, struct config *config, int needs, struct error *err)
+{
+    if (session_open_data(session, config, needs, err) != 0)
+        return -1;
+    return session_open_model(session, err);
+}
+
+int session_open_model(struct session *session, struct error *err)
+{
+    struct config *config = session->config;
     if (!session->has_train && !session->has_val)
         return error_set(err, "data.val: required; feature shards to score");
     if (target_open(&session->target, config->target.path, err) != 0)

@@ -43,6 +43,10 @@ int session_check_built(const struct config *config, struct error *err);
 int session_open(struct session *session, struct config *config, int needs, struct error *err);
 // The training documents alone, for commands that need nothing else.
 int session_open_train(struct session *session, struct error *err);
+// The same in two parts: documents, whose files are looked at in a process of their own, so that no other
+// thread should be there yet; and all else, from the target to the backend.
+int session_open_data(struct session *session, struct config *config, int needs, struct error *err);
+int session_open_model(struct session *session, struct error *err);
 void session_close(struct session *session);
 // Connects the session's backend with the other ranks and divides the parameters among them.
 int session_join(struct session *session, struct ranks *ranks, struct error *err);
