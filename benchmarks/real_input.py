@@ -12,9 +12,11 @@ and speculators (collect_peer.py).
 """
 import argparse
 import concurrent.futures
+import importlib
 import json
 import pathlib
 import shutil
+import subprocess
 import sys
 import tarfile
 import threading
@@ -109,13 +111,11 @@ def variant_runs(args, seed):
 
 def check_environment(args, plan):
     """Everything that would fail later for a trivial reason fails here."""
-    import h5py  # noqa: F401
-    import safetensors  # noqa: F401
+    for name in ("h5py", "safetensors", "speculators.models.dflash"):
+        importlib.import_module(name)
     import torch
     import transformers
     import peer_training
-    from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig  # noqa: F401
-    import subprocess
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("--device cuda: torch sees no GPU")

@@ -5,6 +5,7 @@ run when.
 """
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import pathlib
 import re
@@ -215,12 +216,10 @@ log: {{every: 100, tensorboard: false}}
 def device_memory():
     """Filled at the end: most bytes in use on the device above what was in use before, in GiB."""
     result = {}
-    try:
-        import pynvml  # noqa: F401
+    memory = None
+    if importlib.util.find_spec("pynvml") is not None:
         import step
         memory = step.DeviceMemory()
-    except ImportError:
-        memory = None
     try:
         yield result
     finally:
