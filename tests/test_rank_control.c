@@ -331,7 +331,7 @@ static void must_notice(void (*run)(struct control *, int), int rank, int signal
                         const char *words, double seconds)
 {
     char who[64];
-    struct scene scene = make_scene(run, signal_number == SIGKILL ? 60.0 : 5.0);
+    struct scene scene = make_scene(run, signal_number == SIGKILL ? 60.0 : 8.0);
     unlucky = rank;
     fate = signal_number;
     start(&scene);

@@ -10,7 +10,6 @@
 #include "trainer/commands.h"
 #include "trainer/rank_control_internal.h"
 
-static const double silence_seconds = 2.0;  // that mean more than a late heartbeat
 static const double left_seconds = 5.0;     // to wait for one that has left in good order
 static const double rank0_seconds = 5.0;    // by which the others judge later than rank 0
 static const double death_seconds = 2.0;    // for the process to end by itself after a death
@@ -221,7 +220,7 @@ static void judge_waiting(struct control *c)
         return;
     int64_t last = beat_of(c, behind).entered;
     double silent = behind == c->rank ? 0.0 : timer_now() - c->states[behind].heard;
-    if (last < most && silent > silence_seconds)
+    if (last < most && silent > 0.5 * c->timeout) // more than a late heartbeat
         snprintf(
             text, sizeof(text),
             "the other ranks have waited %.0f s (parallel.timeout) for %s, of which nothing has "
