@@ -125,6 +125,7 @@ class Spool:
 
     def __init__(self, folder, order, settings, most_bytes, bytes_of_states):
         self.folder, self.order = folder, order
+        self.met_run = False  # one that had not ended
         try:
             os.makedirs(folder, exist_ok=True)
         except OSError as error:
@@ -198,7 +199,10 @@ class Spool:
         if state["end"] > self.order.end:
             raise InputError(f"{self.folder}: the run reads {state['end']} documents, this extractor's config "
                              f"{self.order.end}; start it with the run's config")
-        return state["serial"], state["needed"], state["bytes"], state["finished"]
+        # One that was to read less and ended before this extractor began: another goes on from there.
+        finished = state["finished"] and (self.met_run or state["end"] == self.order.end)
+        self.met_run = self.met_run or not state["finished"]
+        return state["serial"], state["needed"], state["bytes"], finished
 
     def _other_order(self):
         raise InputError(f"{self.folder}/spool.json: a run with another order of documents uses this spool "
@@ -285,6 +289,9 @@ def feed(spool, manifest, write, say, limit=0):
     waiting, started, tokens = Waiting(say, limit), time.monotonic(), 0
     while True:
         at, finished = spool.next_shard()
+        if finished and tokens == 0:
+            say(f"{spool.folder}/spool.json: the run has ended, nothing is written; to feed another run, start that first, "
+                "or remove the file")
         if finished:
             return
         if at is None:

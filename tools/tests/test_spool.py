@@ -134,6 +134,19 @@ class Folder(unittest.TestCase):
         self.say_state(finished=True)
         self.assertEqual(self.next(), (None, True))
 
+    def test_a_run_that_ended_before(self):
+        self.say_state(finished=True, serial=self.order.end, needed=self.order.end)
+        said = self.feed(None, 60)
+        self.assertEqual(len(said), 1)
+        self.assertIn("nothing is written; to feed another run, start that first, or remove the file", said[0])
+        half = len(LENGTHS)  # it had one epoch, and is to go on with another
+        self.say_state(finished=True, serial=half, needed=half, end=half)
+        self.assertEqual(self.next(), (half, False))
+        self.say_state(serial=half, needed=half, end=half)
+        self.next()
+        self.say_state(finished=True, serial=half, needed=half, end=half)
+        self.assertEqual(self.next(), (None, True))  # it was met alive, and has ended
+
     def test_before_the_run_has_begun(self):
         self.assertEqual(self.next(), (0, False))
 
