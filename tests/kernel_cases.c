@@ -283,6 +283,8 @@ const struct kernel_case kernel_cases[] = {
     {"attention_forward", {13, 5, 90, 7, 1, 64}, DTYPE_BF16, CASE_STRIDED, 442, ATTENTION_ROUNDED},
     {"attention_forward", {5, 16, 70, 20, 1, 64}, DTYPE_BF16, CASE_CAUSAL, 443, ATTENTION_ROUNDED},
     {"attention_forward", {3, 8, 50, 32, 1, 128}, DTYPE_BF16, 0, 444, ATTENTION_ROUNDED},
+    // Several tiles for each CTA of a large GPU, and groups of heads that do not divide a tile.
+    {"attention_forward", {520, 8, 1500, 9, 3, 64}, DTYPE_BF16, 0, 445, ATTENTION_ROUNDED},
     {"attention_forward", {3, 6, 37, 4, 2, 250}, DTYPE_F32, CASE_WINDOW, 130, ATTENTION_F32},
     {"attention_forward", {64, 8, 4096, 9, 3, 64}, DTYPE_F32, CASE_BENCH, 129, ATTENTION_F32},
 
@@ -354,6 +356,7 @@ const struct kernel_case kernel_cases[] = {
     {"attention_backward", {13, 5, 90, 7, 1, 64}, DTYPE_BF16, CASE_STRIDED, 452, ATTENTION_ROUNDED},
     {"attention_backward", {5, 16, 70, 20, 1, 64}, DTYPE_BF16, CASE_CAUSAL, 453, ATTENTION_ROUNDED},
     {"attention_backward", {3, 8, 50, 32, 1, 128}, DTYPE_BF16, 0, 454, ATTENTION_ROUNDED},
+    {"attention_backward", {520, 8, 1500, 9, 3, 64}, DTYPE_BF16, 0, 455, ATTENTION_ROUNDED},
     {"attention_backward", {3, 6, 37, 4, 2, 250}, DTYPE_F32, CASE_WINDOW, 150, ATTENTION_F32},
     {"attention_backward", {64, 8, 4096, 9, 3, 64}, DTYPE_F32, CASE_BENCH, 149, ATTENTION_F32},
 
