@@ -506,6 +506,33 @@ static void tensors_must_fit_and_names_allow(void **state)
     }
 }
 
+// Neither of its own accord nor by name.
+static void weights_must_be_finite(void **state)
+{
+    (void)state;
+    static const char name[] = "norm.weight";
+    static const unsigned char nan[] = {0xc0, 0x7f};
+    struct error err = {""};
+    struct safetensors model;
+    train_and_export(all_formats);
+    const char *directory = init_from("zlab");
+    char *path = memory_format("%s/model.safetensors", directory);
+    assert_int_equal(safetensors_open(&model, path, &err), 0);
+    const struct safetensors_entry *entry = safetensors_find(&model, name);
+    assert_non_null(entry);
+    long at = (long)(entry->bytes - (const unsigned char *)model.map) + 3 * (long)sizeof(nan);
+    safetensors_close(&model);
+    FILE *file = fopen(path, "r+b");
+    assert_non_null(file);
+    assert_int_equal(fseek(file, at, SEEK_SET), 0);
+    assert_int_equal(fwrite(nan, sizeof(nan), 1, file), 1);
+    assert_int_equal(fclose(file), 0);
+    must_refuse(directory, "run.seed=7", "model.safetensors", name);
+    run_must_say(&fixture, "warm", "element 3 is NaN or infinite");
+    assert_int_equal(start_from(directory, "drafter.init_allow=[norm.weight]", NULL), 2);
+    free(path);
+}
+
 static void fields_are_allowed_by_name(void **state)
 {
     (void)state;
@@ -564,6 +591,7 @@ int main(void)
         TEST(what_dtrain_does_not_have_is_refused_by_name),
         TEST(defaults_and_other_spellings_are_understood),
         TEST(tensors_must_fit_and_names_allow),
+        TEST(weights_must_be_finite),
         TEST(fields_are_allowed_by_name),
         TEST(a_mask_embedding_of_its_own_is_refused),
         TEST(copies_of_another_target_are_refused),

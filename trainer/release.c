@@ -2,6 +2,7 @@
 // config.json is compared in release_config.c.
 #include "trainer/release_internal.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -92,6 +93,28 @@ static void copy_values(const struct safetensors_entry *entry, int64_t first, in
     }
 }
 
+// A training that starts from NaN learns nothing; no name allows that.
+static void check_finite(struct release_check *check, const struct safetensors_entry *entry,
+                         int64_t count)
+{
+    enum { BLOCK = 65536 };
+    float *values = memory_alloc(BLOCK, sizeof(*values));
+    int64_t bad = -1;
+    for (int64_t at = 0; at < count && bad < 0; at += BLOCK) {
+        int64_t some = count - at < BLOCK ? count - at : BLOCK;
+        copy_values(entry, at, some, values);
+        for (int64_t i = 0; i < some && bad < 0; i++)
+            if (!isfinite(values[i]))
+                bad = at + i;
+    }
+    if (bad >= 0) {
+        check->faults++;
+        error_add(check->err, "%s: %s: element %lld is NaN or infinite; the file is damaged",
+                  check->file, entry->name, (long long)bad);
+    }
+    free(values);
+}
+
 static bf16 target_value(const struct target_tensor *tensor, int64_t index)
 {
     return tensor->dtype == DTYPE_BF16 ? ((const bf16 *)tensor->data)[index]
@@ -128,8 +151,8 @@ static void check_tensors(struct release_check *check, const struct release *rel
         const struct safetensors_entry *entry = safetensors_find(model, param->name);
         if (entry == NULL)
             release_fault(check, param->name, "the tensor is missing");
-        else
-            check_entry(check, entry, param->dims, param->shape);
+        else if (check_entry(check, entry, param->dims, param->shape))
+            check_finite(check, entry, param->count);
     }
     for (size_t i = 0; i < model->count; i++) {
         const struct safetensors_entry *entry = &model->entries[i];
