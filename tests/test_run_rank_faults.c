@@ -22,7 +22,9 @@
 #include "tests/support/shard_edit.h"
 #include "trainer/files.h"
 
-enum { LIMIT = 120, OWN_SETS = 2, TRIES = 20, RANKS = 2 };
+enum { LIMIT = 120, OWN_SETS = 2, TRIES = 5, RANKS = 2 };
+// A signal is held for half a second: a run of few steps would be over.
+enum { LONG_STEPS = 600, SIGNALLED = 8 };
 
 static struct run_fixture fixture;
 
@@ -258,26 +260,30 @@ static void signal_rank(const struct program *program, int rank, int signal_numb
 
 static void stop_and_continue(const char *name, int rank, int signal_number)
 {
-    int64_t stopped = RUN_STEPS;
-    for (int try = 0; try < TRIES && stopped == RUN_STEPS; try++) {
+    int64_t stopped = LONG_STEPS;
+    run_fixture_set(&fixture, "run.epochs=1000");
+    run_fixture_set(&fixture, "run.max_steps=600");
+    run_fixture_set(&fixture, "checkpoint.every=200");
+    assert_int_equal(run_train(&fixture, "long", NULL), 0); // the second time nothing is left to do
+    for (int try = 0; try < TRIES && stopped == LONG_STEPS; try++) {
         struct program program = {0};
         fixture_folder_remove(memory_strdup(run_path(&fixture, "%s", name)));
         run_train_start(&fixture, &program, name, NULL);
-        program_wait_step(&program, run_path(&fixture, "%s", name), 8, LIMIT);
+        program_wait_step(&program, run_path(&fixture, "%s", name), SIGNALLED, LIMIT);
         signal_rank(&program, rank, signal_number);
         double begin = timer_now();
         int status = program_wait(&program, LIMIT);
         stopped = program_step(run_path(&fixture, "%s", name));
-        if (stopped < RUN_STEPS) {
+        if (stopped < LONG_STEPS) {
             assert_int_equal(status, 75);
             assert_true(timer_now() - begin < 10.0);
         }
     }
-    assert_true(stopped >= 8 && stopped < RUN_STEPS);
+    assert_true(stopped >= SIGNALLED && stopped < LONG_STEPS);
     assert_int_equal(program_checkpoint(run_path(&fixture, "%s", name)), stopped);
     run_must_say(&fixture, name, "stopping at step");
     assert_int_equal(run_train(&fixture, name, NULL), 0);
-    run_must_equal(&fixture, "whole", name, RUN_STEPS);
+    run_must_equal(&fixture, "long", name, LONG_STEPS);
 }
 
 static void sigterm_to_rank_0(void **state)
