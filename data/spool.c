@@ -195,6 +195,7 @@ static struct open_shard *acquire(struct spool *spool, int64_t serial, struct er
     int result = 0;
     pthread_mutex_lock(&spool->lock);
     waiter.next = spool->waiters;
+    // cppcheck-suppress autoVariables ; it leaves the list before this returns
     spool->waiters = &waiter;
     while ((open = find_open(spool, serial)) == NULL && result >= 0) {
         if (spool->stopping)

@@ -124,7 +124,7 @@ void dflash_load_context(struct dflash *d, const struct backend *backend, struct
                                 .blank = b->blank};
     if (f->float8) {
         load.in = d->features + f->codes;
-        load.scales = (const float *)d->features;
+        load.scales = (const float *)(const void *)d->features;
         load.scale_stride = load.in_bytes / (int64_t)sizeof(float);
     }
     backend->kernels->context_load(stream, &load);

@@ -116,8 +116,9 @@ static void kills_at_random_moments(void **state)
     struct rng_key key = rng_key_make(47, 0, 0, RNG_TEST);
     int ended = 0, writing = 0;
     for (int round = 0; round < kills; round++) {
-        int status = 0, rank = (int)(rng_u64(key, (uint64_t)(2 * round)) % RANKS);
-        double share = (double)rng_uniform(key, (uint64_t)(2 * round + 1));
+        uint64_t draw = 2 * (uint64_t)round;
+        int status = 0, rank = (int)(rng_u64(key, draw) % RANKS);
+        double share = (double)rng_uniform(key, draw + 1);
         kill_round("often", rank, whole_seconds * share, &status);
         writing += run_says(&fixture, "often", "left as they are, since");
         if (status == 0) {

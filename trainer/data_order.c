@@ -33,7 +33,7 @@ static void print_epoch(const struct session *session, uint64_t epoch, int64_t f
 {
     const struct documents *documents = &session->train;
     int64_t per_step = session->config->data.rows_per_step;
-    long long serial = (long long)(epoch * documents->count);
+    long long serial = (long long)epoch * (long long)documents->count;
     struct packing packing;
     session_pack_epoch(session, epoch, &packing);
     for (int64_t r = 0; r < packing.rows; r++) {

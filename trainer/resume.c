@@ -2,6 +2,7 @@
 #include "trainer/resume.h"
 
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -290,7 +291,7 @@ void resume_share(struct resume *resume, struct session *session)
                               .ranks = resume->ranks,
                               .max_steps = resume->max_steps};
     if (shared->found)
-        strcpy(shared->path, resume->path);
+        snprintf(shared->path, sizeof(shared->path), "%s", resume->path);
     ranks_share(session->ranks, shared, sizeof(*shared), 0);
     free(resume->path);
     resume->path = shared->found ? memory_strdup(shared->path) : NULL;

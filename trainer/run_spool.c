@@ -75,6 +75,7 @@ static int64_t serial_of(struct run_spool *spool, int64_t epoch, int64_t row)
         session_pack_epoch(spool->session, (uint64_t)epoch, &spool->packing);
         spool->packed_epoch = epoch;
     }
+    BUG_UNLESS(spool->packing.row_offsets != NULL);
     return first + spool->packing.row_offsets[row];
 }
 

@@ -12,9 +12,10 @@
 static uint8_t nearest_code(float value)
 {
     uint8_t best = 0;
-    for (uint8_t code = 1; code < E4M3_NAN; code++)
-        if (fabsf(fabsf(value) - e4m3_to_float(code)) < fabsf(fabsf(value) - e4m3_to_float(best)))
-            best = code;
+    for (int code = 1; code < E4M3_NAN; code++)
+        if (fabsf(fabsf(value) - e4m3_to_float((uint8_t)code)) <
+            fabsf(fabsf(value) - e4m3_to_float(best)))
+            best = (uint8_t)code;
     return value < 0.0f ? best | 0x80 : best;
 }
 
