@@ -18,8 +18,8 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from dtrain_tools import conform, trained  # noqa: E402
 from dtrain_tools.command import REFUSED, RUN_FAILED  # noqa: E402
-from dtrain_tools.documents import InputError  # noqa: E402
-from dtrain_tools.export_config import layout_of, load_json  # noqa: E402
+from dtrain_tools.documents import InputError, load_json  # noqa: E402
+from dtrain_tools.export_config import layout_of  # noqa: E402
 
 SKIPPED = 77
 

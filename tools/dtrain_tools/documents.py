@@ -17,6 +17,16 @@ class InputError(Exception):
     """A line, a file or an option that cannot be used; the message is fit to print."""
 
 
+def load_json(path):
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON: {error}") from error
+
+
 @dataclasses.dataclass
 class Source:
     """One input line."""

@@ -1,27 +1,16 @@
 """config.json of an exported DFlash drafter, in either layout, as one set of settings.
 
 z-lab's layout (SpecForge's too) has everything at the top; speculators' has the draft layers in
-transformer_layer_config and numbers captured layers by what enters them. Only json: no torch. Does not
+transformer_layer_config and numbers captured layers by what enters them. No torch. Does not
 know what a server makes of the file.
 """
 
-import json
 import os
 
-from dtrain_tools.documents import InputError
+from dtrain_tools.documents import InputError, load_json
 
 WANTED = ("block_size", "mask_token_id", "target_layer_ids", "num_hidden_layers", "hidden_size", "intermediate_size",
           "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "layer_types")
-
-
-def load_json(path):
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON: {error}") from error
 
 
 def layout_of(config):

@@ -5,12 +5,11 @@ Does not know what the weights compute; `dtrain data check --target` recomputes 
 """
 
 import dataclasses
-import json
 import os
 
 import numpy as np
 
-from dtrain_tools.documents import InputError
+from dtrain_tools.documents import InputError, load_json
 from dtrain_tools.tensor_file import bf16_to_float, read_header, read_tensors
 
 PREFIXES = ("", "model.", "language_model.model.", "model.language_model.", "model.language_model.model.",
@@ -25,16 +24,6 @@ class TargetHead:
     norm: np.ndarray        # float32 [H], as stored
 
 
-def _load_json(path):
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON: {error}") from error
-
-
 def _files_of(folder):
     """-> {tensor name: file}, of the one place where this directory has its weights."""
     index = os.path.join(folder, "model.safetensors.index.json")
@@ -43,7 +32,7 @@ def _files_of(folder):
         if os.path.exists(path):
             return {tensor: path for tensor in read_header(path)[0]}
     if os.path.exists(index):
-        return {tensor: os.path.join(folder, name) for tensor, name in _load_json(index)["weight_map"].items()}
+        return {tensor: os.path.join(folder, name) for tensor, name in load_json(index)["weight_map"].items()}
     raise InputError(f"{folder}: has neither head.safetensors nor model.safetensors nor its index")
 
 
@@ -58,7 +47,7 @@ def _find(files, folder, name):
 
 def read_target_head(folder):
     path = os.path.join(folder, "config.json")
-    config = _load_json(path)
+    config = load_json(path)
     config = config.get("text_config", config)
     if not isinstance(config.get("num_hidden_layers"), int):
         raise InputError(f"{path}: num_hidden_layers is missing")

@@ -7,8 +7,8 @@ export; settings that are not given are the target's, as docs/config.md says. Do
 import contextlib
 import os
 
-from dtrain_tools.documents import InputError
-from dtrain_tools.export_config import load_json, read_export_config
+from dtrain_tools.documents import InputError, load_json
+from dtrain_tools.export_config import read_export_config
 
 
 def target_settings(folder):
