@@ -47,17 +47,6 @@ static int close_all(void **state)
     return 0;
 }
 
-static void sleep_for(double seconds)
-{
-    double whole = floor(seconds);
-    nanosleep(&(struct timespec){(time_t)whole, (long)((seconds - whole) * 1e9)}, NULL);
-}
-
-static void remove_run(const char *name)
-{
-    fixture_folder_remove(memory_strdup(run_path(&fixture, "%s", name)));
-}
-
 // The ranks once all of them are there; false: the program has ended before.
 static bool find_ranks(const struct program *program, pid_t *pids)
 {
@@ -66,7 +55,7 @@ static bool find_ranks(const struct program *program, pid_t *pids)
         if (program_ranks(program, pids, RANKS) == RANKS)
             return true;
         assert_true(timer_now() < end);
-        sleep_for(0.002);
+        run_sleep(0.002);
     }
     return false;
 }
@@ -80,7 +69,7 @@ static void must_be_gone(const pid_t *pids)
         while (kill(pids[r], 0) == 0) {
             if (timer_now() > end)
                 fail_msg("process %ld of the run is left", (long)pids[r]);
-            sleep_for(0.01);
+            run_sleep(0.01);
         }
 }
 
@@ -96,7 +85,7 @@ static bool kill_round(const char *name, int rank, double seconds, int *status)
     double begin = timer_now();
     bool found = find_ranks(&program, pids);
     while (found && timer_now() - begin < seconds)
-        sleep_for(0.002);
+        run_sleep(0.002);
     if (found)
         kill(pids[rank], SIGKILL);
     double killed = timer_now();
@@ -124,7 +113,7 @@ static void kills_at_random_moments(void **state)
         if (status == 0) {
             ended++;
             run_must_equal(&fixture, "whole", "often", RUN_STEPS);
-            remove_run("often");
+            run_remove(&fixture, "often");
         }
     }
     assert_int_equal(run_train(&fixture, "often", NULL), 0);

@@ -56,17 +56,6 @@ static int close_all(void **state)
     return 0;
 }
 
-static void sleep_for(double seconds)
-{
-    double whole = floor(seconds);
-    nanosleep(&(struct timespec){(time_t)whole, (long)((seconds - whole) * 1e9)}, NULL);
-}
-
-static void remove_run(const char *name)
-{
-    fixture_folder_remove(memory_strdup(run_path(&fixture, "%s", name)));
-}
-
 static void must_resume_at(const char *name, int64_t step)
 {
     char words[64];
@@ -123,7 +112,7 @@ static void kill_after_13_resumes_at_12(void **state)
     int64_t reached = RUN_STEPS;
     for (int try = 0; try < TRIES && reached >= 16; try++) {
         struct program program = {0};
-        remove_run("killed");
+        run_remove(&fixture, "killed");
         run_train_start(&fixture, &program, "killed", NULL);
         program_wait_step(&program, run_path(&fixture, "killed"), 13, LIMIT);
         program_signal(&program, SIGKILL);
@@ -148,14 +137,14 @@ static void kills_at_random_moments(void **state)
         struct program program = {0};
         run_train_start(&fixture, &program, "often", "--set", "checkpoint.every=1", "--set",
                         "checkpoint.keep=2", "--set", "checkpoint.background=true", NULL);
-        sleep_for(whole_seconds * (double)rng_uniform(key, (uint64_t)round));
+        run_sleep(whole_seconds * (double)rng_uniform(key, (uint64_t)round));
         program_signal(&program, SIGKILL);
         int status = program_wait(&program, LIMIT);
         writing += run_says(&fixture, "often", "left as they are, since");
         if (status == 0) {
             ended++;
             run_must_equal(&fixture, "whole", "often", RUN_STEPS);
-            remove_run("often");
+            run_remove(&fixture, "often");
         } else {
             assert_int_equal(status, 128 + SIGKILL);
         }
@@ -174,7 +163,7 @@ static void stop_and_continue(const char *name, int signal_number, const char *b
     int64_t stopped = RUN_STEPS;
     for (int try = 0; try < TRIES && stopped == RUN_STEPS; try++) {
         struct program program = {0};
-        remove_run(name);
+        run_remove(&fixture, name);
         run_train_start(&fixture, &program, name, "--set", background, NULL);
         program_wait_step(&program, run_path(&fixture, "%s", name), 8, LIMIT);
         program_signal(&program, signal_number);
@@ -238,9 +227,9 @@ static void signals_before_the_first_step(void **state)
     double delay = 0.0;
     for (int stopped = 0; stopped < 4; delay = 1.1 * delay + 0.002) {
         struct program program = {0};
-        remove_run("early");
+        run_remove(&fixture, "early");
         run_train_start(&fixture, &program, "early", NULL);
-        sleep_for(delay);
+        run_sleep(delay);
         program_signal(&program, SIGTERM);
         int status = program_wait(&program, LIMIT);
         assert_true(status == 128 + SIGTERM || status == 75);
@@ -307,7 +296,7 @@ static void stopped_at_step_zero(void **state)
     struct program program = {0};
     int64_t step = RUN_STEPS;
     for (int try = 0; try < TRIES && step > 0; try++) {
-        remove_run("zero");
+        run_remove(&fixture, "zero");
         run_train_start(&fixture, &program, "zero", NULL);
         program_wait_step(&program, run_path(&fixture, "zero"), 0, LIMIT);
         program_signal(&program, SIGTERM);

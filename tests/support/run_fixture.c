@@ -1,11 +1,13 @@
 // Owns the small set-up that tests of the whole program train on.
 #include "tests/support/run_fixture.h"
 
+#include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <time.h>
 
 #include <cmocka.h>
 
@@ -276,6 +278,17 @@ void run_must_say(const struct run_fixture *fixture, const char *name, const cha
     print_error("%s\n", text);
     free(text);
     fail_msg("%s.out does not say: %s", name, words);
+}
+
+void run_remove(const struct run_fixture *fixture, const char *name)
+{
+    fixture_folder_remove(memory_strdup(run_path(fixture, "%s", name)));
+}
+
+void run_sleep(double seconds)
+{
+    double whole = floor(seconds);
+    nanosleep(&(struct timespec){(time_t)whole, (long)((seconds - whole) * 1e9)}, NULL);
 }
 
 const char *run_checkpoint(const struct run_fixture *fixture, const char *name, int64_t step)

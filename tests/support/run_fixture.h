@@ -47,6 +47,9 @@ int run_command(const struct run_fixture *fixture, const char *name, bool config
 bool run_says(const struct run_fixture *fixture, const char *name, const char *words);
 // Fails the test when it does not.
 void run_must_say(const struct run_fixture *fixture, const char *name, const char *words);
+// Deletes a run's folder, if there is one.
+void run_remove(const struct run_fixture *fixture, const char *name);
+void run_sleep(double seconds);
 // Checkpoint folder of a step.
 const char *run_checkpoint(const struct run_fixture *fixture, const char *name, int64_t step);
 // Fails when two run folders do not hold the same metrics lines and the same state at `step`.
