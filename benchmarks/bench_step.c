@@ -55,10 +55,10 @@ struct bench {
     struct target target;
     bf16 *embed, *head;
     float *norm;
-    struct dflash_sizes sizes;
+    struct drafter_sizes sizes;
     struct params params;
     struct execution execution;
-    int32_t plane[DFLASH_MAX_LAYERS];
+    int32_t plane[DRAFTER_MAX_LAYERS];
     struct ranks *ranks;
     struct ownership ownership;
     struct step step;
@@ -177,7 +177,7 @@ static void open_step(struct bench *b)
         ids[i] = i + 1;
         b->plane[i] = i;
     }
-    if (dflash_sizes_resolve(&b->sizes, &b->config.drafter, &b->target, ids, FEATURES, &err) != 0)
+    if (drafter_sizes_resolve(&b->sizes, &b->config.drafter, &b->target, ids, FEATURES, &err) != 0)
         fail(&err);
     dflash_params(&b->sizes, &b->params);
     ownership_open(&b->ownership, &b->params, ranks_size(b->ranks), ranks_rank(b->ranks));

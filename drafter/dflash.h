@@ -11,7 +11,7 @@
 #ifndef DRAFTER_DFLASH_H
 #define DRAFTER_DFLASH_H
 
-#include "drafter/dflash_sizes.h"
+#include "drafter/drafter_sizes.h"
 #include "data/row.h"
 #include "kernels/kernels.h"
 
@@ -23,13 +23,13 @@ enum recompute_level {
 };
 
 struct dflash_options {
-    const struct dflash_sizes *sizes;
+    const struct drafter_sizes *sizes;
     const struct params *params;
     enum dtype compute;
-    int64_t max_tokens;               // most tokens of a row
-    int64_t group_rows;               // most block rows of a group, a multiple of the block size
-    struct feature_layout features;   // as read
-    int32_t plane[DFLASH_MAX_LAYERS]; // plane of each captured layer
+    int64_t max_tokens;                // most tokens of a row
+    int64_t group_rows;                // most block rows of a group, a multiple of the block size
+    struct feature_layout features;    // as read
+    int32_t plane[DRAFTER_MAX_LAYERS]; // plane of each captured layer
     enum recompute_level recompute;
     bool training;         // false: no gradients, one layer's activations
     enum noise_kind noise; // of noisy context

@@ -84,7 +84,7 @@ static void norm_backward(const struct dflash *d, const struct backend *backend,
 static void recompute(struct dflash *d, const struct backend *backend, struct stream *stream,
                       int64_t l)
 {
-    const struct dflash_sizes *s = d->options.sizes;
+    const struct drafter_sizes *s = d->options.sizes;
     struct dflash_layer *layer = &d->layers[l];
     int64_t n = d->blocks * s->block_size, behind = dflash_rows_behind(d, l);
     if (d->options.recompute == RECOMPUTE_LEVEL_LAYER)
@@ -102,7 +102,7 @@ static void recompute(struct dflash *d, const struct backend *backend, struct st
 static void mlp_backward(struct dflash *d, const struct backend *backend, struct stream *stream,
                          int64_t l)
 {
-    const struct dflash_sizes *s = d->options.sizes;
+    const struct drafter_sizes *s = d->options.sizes;
     struct dflash_layer *layer = &d->layers[l];
     struct dflash_buffers *b = d->buffers;
     int64_t n = dflash_rows_behind(d, l);
@@ -144,7 +144,7 @@ static void spread_rows(const struct dflash *d, const struct backend *backend,
 static void output_backward(struct dflash *d, const struct backend *backend, struct stream *stream,
                             int64_t l)
 {
-    const struct dflash_sizes *s = d->options.sizes;
+    const struct drafter_sizes *s = d->options.sizes;
     struct dflash_layer *layer = &d->layers[l];
     struct dflash_buffers *b = d->buffers;
     bool picks = dflash_picks(d, l);
@@ -162,7 +162,7 @@ static void output_backward(struct dflash *d, const struct backend *backend, str
 static void attention_backward(struct dflash *d, const struct backend *backend,
                                struct stream *stream, int64_t l)
 {
-    const struct dflash_sizes *s = d->options.sizes;
+    const struct drafter_sizes *s = d->options.sizes;
     struct dflash_layer *layer = &d->layers[l];
     struct dflash_buffers *b = d->buffers;
     enum dtype type = d->options.compute;
@@ -204,7 +204,7 @@ static void attention_backward(struct dflash *d, const struct backend *backend,
 static void context_layer_backward(struct dflash *d, const struct backend *backend,
                                    struct stream *stream, int64_t l)
 {
-    const struct dflash_sizes *s = d->options.sizes;
+    const struct drafter_sizes *s = d->options.sizes;
     struct dflash_layer *layer = &d->layers[l];
     struct dflash_buffers *b = d->buffers;
     enum dtype type = d->options.compute;
@@ -296,7 +296,7 @@ void *dflash_group_gradient(struct dflash *d)
 void dflash_group_backward(struct dflash *d, const struct backend *backend, struct stream *stream,
                            bool last)
 {
-    const struct dflash_sizes *s = d->options.sizes;
+    const struct drafter_sizes *s = d->options.sizes;
     struct dflash_buffers *b = d->buffers;
     BUG_UNLESS(d->options.training);
     norm_backward(d, backend, stream, d->wanted, b->last, DTYPE_F32, b->last_rstd, &b->norm, b->dx,

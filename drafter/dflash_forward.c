@@ -54,7 +54,7 @@ struct norm_rope dflash_norm_rope(const struct dflash *d, int64_t rows, int64_t 
                                   const void *x, int64_t stride, const struct dflash_tensor *norm,
                                   const int32_t *positions, void *y)
 {
-    const struct dflash_sizes *s = d->options.sizes;
+    const struct drafter_sizes *s = d->options.sizes;
     return (struct norm_rope){.rows = rows,
                               .heads = heads,
                               .head_dim = s->head_dim,
@@ -74,7 +74,7 @@ struct norm_rope dflash_norm_rope(const struct dflash *d, int64_t rows, int64_t 
 
 struct attention dflash_attention(const struct dflash *d, int64_t l)
 {
-    const struct dflash_sizes *s = d->options.sizes;
+    const struct drafter_sizes *s = d->options.sizes;
     const struct dflash_layer *layer = &d->layers[l];
     const struct dflash_buffers *b = d->buffers;
     enum dtype type = d->options.compute;
@@ -174,7 +174,7 @@ void dflash_context_forward(struct dflash *d, const struct backend *backend, str
                             const struct row *row, const bf16 *features, bool noisy, uint64_t seed)
 {
     const struct dflash_options *o = &d->options;
-    const struct dflash_sizes *s = o->sizes;
+    const struct drafter_sizes *s = o->sizes;
     struct dflash_buffers *b = d->buffers;
     int64_t t = row->tokens, kv = s->kv_heads * s->head_dim;
     if (t > o->max_tokens)
@@ -245,7 +245,7 @@ static void pick_rows(const struct dflash *d, const struct backend *backend, str
 const void *dflash_attention_behind(const struct dflash *d, const struct backend *backend,
                                     struct stream *stream, int64_t l)
 {
-    const struct dflash_sizes *s = d->options.sizes;
+    const struct drafter_sizes *s = d->options.sizes;
     if (!dflash_picks(d, l))
         return d->layers[l].attention;
     pick_rows(d, backend, stream, d->layers[l].attention, d->options.compute,
@@ -271,7 +271,7 @@ static void group_wanted(struct dflash *d, const struct backend *backend, struct
 static void group_inputs(struct dflash *d, const struct backend *backend, struct stream *stream,
                          const int32_t *anchors, int64_t count)
 {
-    const struct dflash_sizes *s = d->options.sizes;
+    const struct drafter_sizes *s = d->options.sizes;
     const struct row *row = d->row;
     struct dflash_buffers *b = d->buffers;
     int64_t n = count * s->block_size, capacity = d->options.group_rows;
@@ -297,7 +297,7 @@ static void group_inputs(struct dflash *d, const struct backend *backend, struct
 static void attention_layer_forward(struct dflash *d, const struct backend *backend,
                                     struct stream *stream, int64_t l)
 {
-    const struct dflash_sizes *s = d->options.sizes;
+    const struct drafter_sizes *s = d->options.sizes;
     struct dflash_layer *layer = &d->layers[l];
     struct dflash_buffers *b = d->buffers;
     enum dtype type = d->options.compute;
@@ -322,7 +322,7 @@ static void attention_layer_forward(struct dflash *d, const struct backend *back
 static void mlp_forward(struct dflash *d, const struct backend *backend, struct stream *stream,
                         int64_t l, void *out)
 {
-    const struct dflash_sizes *s = d->options.sizes;
+    const struct drafter_sizes *s = d->options.sizes;
     struct dflash_layer *layer = &d->layers[l];
     int64_t n = dflash_rows_behind(d, l);
     const void *attention = dflash_attention_behind(d, backend, stream, l);
@@ -358,7 +358,7 @@ const void *dflash_group_forward(struct dflash *d, const struct backend *backend
                                  const int32_t *wanted, int64_t wanted_count)
 {
     const struct dflash_options *o = &d->options;
-    const struct dflash_sizes *s = o->sizes;
+    const struct drafter_sizes *s = o->sizes;
     struct dflash_buffers *b = d->buffers;
     int64_t n = count * s->block_size;
     if (n > o->group_rows)

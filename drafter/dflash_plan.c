@@ -66,7 +66,7 @@ static struct dflash_tensor find_in_layer(const struct dflash_options *o, int64_
 
 static void bind_layer(struct dflash_layer *layer, const struct dflash_options *o, int64_t l)
 {
-    const struct dflash_sizes *s = o->sizes;
+    const struct drafter_sizes *s = o->sizes;
     layer->sliding = s->sliding[l];
     layer->input_norm = find_in_layer(o, l, "input_layernorm.weight");
     layer->qkv = find_in_layer(o, l, "self_attn.q_proj.weight");
@@ -96,7 +96,7 @@ static void *take(struct arena *arena, const char *group, int64_t l, const char 
 static void plan_context(struct dflash *d, struct arena *arena)
 {
     const struct dflash_options *o = &d->options;
-    const struct dflash_sizes *s = o->sizes;
+    const struct drafter_sizes *s = o->sizes;
     struct dflash_buffers *b = d->buffers;
     int64_t t = o->max_tokens, h = s->hidden, kv = s->kv_heads * s->head_dim;
     const char *group = "context";
@@ -125,7 +125,7 @@ static void plan_context(struct dflash *d, struct arena *arena)
 static void plan_context_scratch(struct dflash *d, struct arena *arena)
 {
     const struct dflash_options *o = &d->options;
-    const struct dflash_sizes *s = o->sizes;
+    const struct drafter_sizes *s = o->sizes;
     struct dflash_buffers *b = d->buffers;
     int64_t t = o->max_tokens, h = s->hidden, kv = s->kv_heads * s->head_dim;
     const char *group = "context";
@@ -149,7 +149,7 @@ static void plan_context_scratch(struct dflash *d, struct arena *arena)
 static void plan_layers(struct dflash *d, struct arena *arena, bool scratch)
 {
     const struct dflash_options *o = &d->options;
-    const struct dflash_sizes *s = o->sizes;
+    const struct drafter_sizes *s = o->sizes;
     int64_t n = o->group_rows, h = s->hidden, q = s->heads * s->head_dim;
     int64_t kv = s->kv_heads * s->head_dim;
     bool keep = o->training && o->recompute != RECOMPUTE_LEVEL_LAYER;
@@ -193,7 +193,7 @@ static void plan_group(struct dflash *d, struct arena *arena)
 static void plan_backward(struct dflash *d, struct arena *arena)
 {
     const struct dflash_options *o = &d->options;
-    const struct dflash_sizes *s = o->sizes;
+    const struct drafter_sizes *s = o->sizes;
     struct dflash_buffers *b = d->buffers;
     int64_t n = o->group_rows, h = s->hidden, q = s->heads * s->head_dim;
     int64_t kv = s->kv_heads * s->head_dim;
@@ -258,11 +258,11 @@ static void open_host(struct dflash *d, const struct backend *backend)
 
 void dflash_open(struct dflash *d, const struct backend *backend, struct stream *stream)
 {
-    const struct dflash_sizes *s = d->options.sizes;
+    const struct drafter_sizes *s = d->options.sizes;
     int64_t rows = d->options.max_tokens + s->block_size;
     size_t count = (size_t)(rows * s->head_dim / 2);
     float *table = memory_alloc(2 * count, sizeof(*table));
-    dflash_rope_table(s, rows, table, table + count);
+    drafter_rope_table(s, rows, table, table + count);
     backend->copy_in(stream, d->buffers->cos, table, count * sizeof(*table));
     backend->copy_in(stream, d->buffers->sin, table + count, count * sizeof(*table));
     backend->sync(stream);

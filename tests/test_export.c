@@ -296,7 +296,7 @@ static void reasons_are_waived_by_name(void **state)
     drafter.config.drafter.sliding_window_non_causal = true;
     drafter.config.drafter.window_origin = WINDOW_FROM_ANCHOR;
     use_sliding("full sliding");
-    const struct dflash_sizes *sizes = &drafter.sizes;
+    const struct drafter_sizes *sizes = &drafter.sizes;
     assert_int_equal(export_check_servable(sizes, EXPORT_ZLAB, "window_origin", &err), -1);
     assert_null(strstr(err.text, "drafter.window_origin: "));
     assert_non_null(strstr(err.text, "drafter.sliding_window_non_causal: "));

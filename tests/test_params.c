@@ -11,7 +11,7 @@
 #include "base/log.h"
 #include "base/memory.h"
 #include "data/safetensors.h"
-#include "drafter/dflash_sizes.h"
+#include "drafter/drafter_sizes.h"
 
 static int64_t special[] = {1, 2};
 static char sliding[] = "sliding_attention", full[] = "full_attention";
@@ -36,11 +36,11 @@ static struct target small_target(void)
 
 static const int64_t layer_ids[] = {1, 8, 31};
 
-static void resolve(struct dflash_sizes *sizes, const struct drafter_config *config)
+static void resolve(struct drafter_sizes *sizes, const struct drafter_config *config)
 {
     struct target target = small_target();
     struct error err = {""};
-    if (dflash_sizes_resolve(sizes, config, &target, layer_ids, 3, &err) != 0)
+    if (drafter_sizes_resolve(sizes, config, &target, layer_ids, 3, &err) != 0)
         fail_msg("%s", err.text);
 }
 
@@ -51,7 +51,7 @@ static void defaults_come_from_the_target(void **state)
     config_init(&config);
     config.drafter.mask_token_id = 60;
     config.drafter.layers = 3;
-    struct dflash_sizes sizes;
+    struct drafter_sizes sizes;
     resolve(&sizes, &config.drafter);
     assert_int_equal(sizes.hidden, 8);
     assert_int_equal(sizes.vocab, 64);
@@ -88,7 +88,7 @@ static void given_sizes_win(void **state)
     drafter->rope_theta = 777.0;
     drafter->layer_types = (struct config_texts){types, 2};
     drafter->sliding_window = 5;
-    struct dflash_sizes sizes;
+    struct drafter_sizes sizes;
     resolve(&sizes, drafter);
     drafter->layer_types = (struct config_texts){NULL, 0};
     assert_int_equal(sizes.heads, 6);
@@ -212,9 +212,9 @@ static void faults_are_refused_by_key(void **state)
         struct target target = small_target();
         int64_t ids[] = {1, 8, 31};
         refusals[i].spoil(&config.drafter, &target, ids);
-        struct dflash_sizes sizes;
+        struct drafter_sizes sizes;
         struct error err = {""};
-        int result = dflash_sizes_resolve(&sizes, &config.drafter, &target, ids, 3, &err);
+        int result = drafter_sizes_resolve(&sizes, &config.drafter, &target, ids, 3, &err);
         config.drafter.layer_types = (struct config_texts){NULL, 0};
         config_release(&config);
         if (result != -1 || strncmp(err.text, refusals[i].key, strlen(refusals[i].key)) != 0)
@@ -229,13 +229,13 @@ static void special_mask_can_be_allowed(void **state)
     config_init(&config);
     config.drafter.mask_token_id = 2;
     config.drafter.allow_special_mask = true;
-    struct dflash_sizes sizes;
+    struct drafter_sizes sizes;
     resolve(&sizes, &config.drafter);
     assert_int_equal(sizes.mask_token_id, 2);
     config_release(&config);
 }
 
-static struct params make_params(int64_t layers, struct dflash_sizes *sizes)
+static struct params make_params(int64_t layers, struct drafter_sizes *sizes)
 {
     struct config config;
     config_init(&config);
@@ -274,7 +274,7 @@ static void tensors_are_named_and_shaped_as_in_files(void **state)
         {"layers.0.mlp.down_proj.weight", 8, 5},
         {"norm.weight", 8, 1},
     };
-    struct dflash_sizes sizes;
+    struct drafter_sizes sizes;
     struct params params = make_params(1, &sizes);
     assert_int_equal(params.count, sizeof(wanted) / sizeof(*wanted));
     int64_t end = 0, trainable = 0;
@@ -298,7 +298,7 @@ static void tensors_are_named_and_shaped_as_in_files(void **state)
 static void joined_tensors_touch_and_others_are_aligned(void **state)
 {
     (void)state;
-    struct dflash_sizes sizes;
+    struct drafter_sizes sizes;
     struct params params = make_params(2, &sizes);
     int joined = 0;
     for (size_t i = 0; i < params.count; i++) {
@@ -320,7 +320,7 @@ static void joined_tensors_touch_and_others_are_aligned(void **state)
 static void initial_values_depend_on_seed_and_name_only(void **state)
 {
     (void)state;
-    struct dflash_sizes sizes;
+    struct drafter_sizes sizes;
     struct params two = make_params(2, &sizes), one = make_params(1, &sizes);
     float *a = memory_alloc((size_t)two.elements, sizeof(*a));
     float *b = memory_alloc((size_t)one.elements, sizeof(*b));
@@ -411,12 +411,12 @@ static double number(const struct safetensors *file, int i, const char *what)
 static void check_rope(const struct safetensors *file, int i, int scaling)
 {
     enum { POSITIONS = 600 };
-    struct dflash_sizes sizes = {.head_dim = (int64_t)number(file, i, "head_dim"),
-                                 .rope_theta = number(file, i, "theta"),
-                                 .rope_scaling = scaling,
-                                 .rope_factor = number(file, i, "factor"),
-                                 .rope_original_positions =
-                                     (int64_t)number(file, i, "original_positions")};
+    struct drafter_sizes sizes = {.head_dim = (int64_t)number(file, i, "head_dim"),
+                                  .rope_theta = number(file, i, "theta"),
+                                  .rope_scaling = scaling,
+                                  .rope_factor = number(file, i, "factor"),
+                                  .rope_original_positions =
+                                      (int64_t)number(file, i, "original_positions")};
     double factor = number(file, i, "attention_factor");
     char name[64];
     snprintf(name, sizeof(name), "%d.inverse_frequencies", i);
@@ -426,7 +426,7 @@ static void check_rope(const struct safetensors *file, int i, int scaling)
     const double *inverse = (const double *)(const void *)entry->bytes;
     float *cosines = memory_alloc(POSITIONS * half, sizeof(float));
     float *sines = memory_alloc(POSITIONS * half, sizeof(float));
-    dflash_rope_table(&sizes, POSITIONS, cosines, sines);
+    drafter_rope_table(&sizes, POSITIONS, cosines, sines);
     for (size_t j = 0; j < POSITIONS * half; j++) {
         double angle = (double)(j / half) * inverse[j % half];
         double cosine = (double)cosines[j] - factor * cos(angle);

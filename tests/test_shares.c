@@ -20,13 +20,13 @@ enum { DOCUMENTS = 400, SEQ_LEN = 512, RANKS = 3 };
 
 static void make_params(struct params *params)
 {
-    const struct dflash_sizes sizes = {.layers = 3,
-                                       .features = 3,
-                                       .hidden = 40,
-                                       .heads = 4,
-                                       .kv_heads = 2,
-                                       .head_dim = 6,
-                                       .intermediate = 100};
+    const struct drafter_sizes sizes = {.layers = 3,
+                                        .features = 3,
+                                        .hidden = 40,
+                                        .heads = 4,
+                                        .kv_heads = 2,
+                                        .head_dim = 6,
+                                        .intermediate = 100};
     *params = (struct params){.count = 0};
     dflash_params(&sizes, params);
 }

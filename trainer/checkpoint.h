@@ -7,7 +7,7 @@
 #define TRAINER_CHECKPOINT_H
 
 #include "configs/config.h"
-#include "drafter/dflash_sizes.h"
+#include "drafter/drafter_sizes.h"
 #include "trainer/execution.h"
 #include "trainer/model_state.h"
 
@@ -15,7 +15,7 @@
 struct checkpoint_info {
     const struct config *config;
     const struct execution *execution;
-    const struct dflash_sizes *sizes;
+    const struct drafter_sizes *sizes;
     const struct target *target;
     const char *target_name; // for the export
     uint64_t data_fingerprint;

@@ -106,13 +106,13 @@ static int check_range(const char *path, const char *name, int64_t value, int64_
                      (long long)value, (long long)least, (long long)most);
 }
 
-int64_t execution_most_rows(const struct config *config, const struct dflash_sizes *sizes)
+int64_t execution_most_rows(const struct config *config, const struct drafter_sizes *sizes)
 {
     return (config->data.seq_len - 1) * sizes->block_size;
 }
 
 int execution_check(const struct execution *execution, const struct config *config,
-                    const struct dflash_sizes *sizes, const char *path, struct error *err)
+                    const struct drafter_sizes *sizes, const char *path, struct error *err)
 {
     enum { MOST_CHUNK_ROWS = 1 << 30, MOST_THREADS = 4096 }; // as their keys' ranges
     static const char *const levels[] = {"none", "cheap", "layer"};

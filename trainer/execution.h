@@ -25,14 +25,14 @@ struct execution {
 };
 
 // The most block rows that a row can need: every position but the last an anchor.
-int64_t execution_most_rows(const struct config *config, const struct dflash_sizes *sizes);
+int64_t execution_most_rows(const struct config *config, const struct drafter_sizes *sizes);
 
 int execution_write(const struct execution *execution, const char *path, struct error *err);
 int execution_read(struct execution *execution, const char *path, struct error *err);
 // Whether a step of this config and these sizes can be cut as an execution that was read says: a file may
 // have been changed, or be of another run. A line for every member that is out of its range.
 int execution_check(const struct execution *execution, const struct config *config,
-                    const struct dflash_sizes *sizes, const char *path, struct error *err);
+                    const struct drafter_sizes *sizes, const char *path, struct error *err);
 // A line for every field that differs; -1 when any does. The algorithms follow from the rest and are
 // not compared.
 int execution_compare(const struct execution *before, const struct execution *now,

@@ -17,7 +17,7 @@ static int64_t round_down(int64_t value, int64_t multiple)
 }
 
 static void choose_cut(struct execution *e, const struct config *config,
-                       const struct dflash_sizes *sizes, bool cpu)
+                       const struct drafter_sizes *sizes, bool cpu)
 {
     int64_t group = config->memory.group_rows, chunk = config->memory.chunk_rows;
     if (group == 0)
@@ -49,7 +49,7 @@ static const char *choose_recompute(const struct config *config, bool cpu)
 }
 
 int execution_choose(struct execution *e, const struct config *config,
-                     const struct dflash_sizes *sizes, const struct backend *backend,
+                     const struct drafter_sizes *sizes, const struct backend *backend,
                      struct error *err)
 {
     bool cpu = strcmp(backend->name, "cpu") == 0;

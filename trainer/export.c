@@ -43,7 +43,7 @@ static void add_factor(cJSON *object, const char *name, double value)
         json_add_real(object, name, value);
 }
 
-static void add_dflash(cJSON *object, const struct dflash_sizes *sizes)
+static void add_dflash(cJSON *object, const struct drafter_sizes *sizes)
 {
     cJSON *dflash = cJSON_AddObjectToObject(object, "dflash_config");
     json_add_int(dflash, "mask_token_id", sizes->mask_token_id);
@@ -52,7 +52,7 @@ static void add_dflash(cJSON *object, const struct dflash_sizes *sizes)
         cJSON_AddItemToArray(ids, json_int(sizes->target_layer_ids[i]));
 }
 
-static void add_rope(cJSON *object, const struct dflash_sizes *sizes)
+static void add_rope(cJSON *object, const struct drafter_sizes *sizes)
 {
     json_add_real(object, "rope_theta", sizes->rope_theta);
     if (sizes->rope_scaling == ROPE_SCALING_NONE) {
@@ -73,7 +73,7 @@ static void add_rope(cJSON *object, const struct dflash_sizes *sizes)
 
 // layer_types decides. max_window_layers is the layer count whatever the types are: vLLM asserts that
 // for mixed layers, and readers with layer_types do not use it.
-static void add_layer_types(cJSON *object, const struct dflash_sizes *sizes)
+static void add_layer_types(cJSON *object, const struct drafter_sizes *sizes)
 {
     cJSON *types = cJSON_AddArrayToObject(object, "layer_types");
     for (int64_t i = 0; i < sizes->layers; i++)
@@ -87,7 +87,7 @@ static void add_layer_types(cJSON *object, const struct dflash_sizes *sizes)
     json_add_int(object, "max_window_layers", sizes->layers);
 }
 
-void export_add_layers(cJSON *object, const struct dflash_sizes *sizes)
+void export_add_layers(cJSON *object, const struct drafter_sizes *sizes)
 {
     json_add_int(object, "num_hidden_layers", sizes->layers);
     json_add_int(object, "hidden_size", sizes->hidden);
@@ -104,7 +104,7 @@ void export_add_layers(cJSON *object, const struct dflash_sizes *sizes)
 }
 
 // What servers do not know but a reader of the checkpoint must: only where it differs from serving.
-static void add_unservable(cJSON *object, const struct dflash_sizes *sizes)
+static void add_unservable(cJSON *object, const struct drafter_sizes *sizes)
 {
     if (sizes->predict_from_anchor)
         cJSON_AddTrueToObject(object, "sample_from_anchor");
@@ -114,7 +114,7 @@ static void add_unservable(cJSON *object, const struct dflash_sizes *sizes)
         cJSON_AddStringToObject(object, "window_origin", "anchor");
 }
 
-static cJSON *make_config(const struct dflash_sizes *sizes, const struct target *target)
+static cJSON *make_config(const struct drafter_sizes *sizes, const struct target *target)
 {
     cJSON *object = cJSON_CreateObject();
     export_add_texts(object, "architectures", "DFlashDraftModel");
@@ -187,7 +187,7 @@ static int write_model(const char *path, const struct params *params,
 }
 
 int export_zlab_write(const char *directory, const struct params *params,
-                      const struct export_weights *weights, const struct dflash_sizes *sizes,
+                      const struct export_weights *weights, const struct drafter_sizes *sizes,
                       const struct target *target, struct error *err)
 {
     char *model = memory_format("%s/model.safetensors", directory);

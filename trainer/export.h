@@ -4,7 +4,7 @@
 #define TRAINER_EXPORT_H
 
 #include "data/safetensors.h"
-#include "drafter/dflash_sizes.h"
+#include "drafter/drafter_sizes.h"
 #include "trainer/model_state.h"
 
 // SpecForge reads and writes DFlash drafters in z-lab's layout.
@@ -16,7 +16,7 @@ int export_format_find(const char *name);
 int export_check_allowed(const char *allow, struct error *err);
 // Reasons why the format's servers do not run this drafter, a line each. `allow` names those that are
 // only logged ("": all that can be, NULL: none).
-int export_check_servable(const struct dflash_sizes *sizes, enum export_format format,
+int export_check_servable(const struct drafter_sizes *sizes, enum export_format format,
                           const char *allow, struct error *err);
 // Writes model.safetensors and config.json in z-lab's layout into an existing directory. Does not ask
 // export_check_servable: checkpoints are written for every drafter.
@@ -25,12 +25,12 @@ struct export_weights {
     const bf16 *served;  // [params->elements]
 };
 int export_zlab_write(const char *directory, const struct params *params,
-                      const struct export_weights *weights, const struct dflash_sizes *sizes,
+                      const struct export_weights *weights, const struct drafter_sizes *sizes,
                       const struct target *target, struct error *err);
 
 // A drafter in speculators' layout, with the target's embedding and head.
 struct export_speculators {
-    const struct dflash_sizes *sizes;
+    const struct drafter_sizes *sizes;
     const struct target *target;
     const char *target_name;         // as servers find it
     const struct safetensors *model; // the tensors in z-lab's layout, bf16

@@ -26,7 +26,7 @@ struct source {
     const struct export_request *request;
     struct config config;
     struct target target;
-    struct dflash_sizes sizes;
+    struct drafter_sizes sizes;
     struct params params;
     struct release release; // the checkpoint's own export
     char *target_name;
@@ -39,12 +39,12 @@ static int served_sizes(struct source *source, struct error *err)
     if (config->kind != DRAFTER_DFLASH)
         return error_set(err,
                          "the checkpoint is of an eagle3 drafter; this program exports dflash");
-    source->sizes = (struct dflash_sizes){.layers = config->layers,
-                                          .predict_from_anchor = config->predict_from_anchor,
-                                          .sliding_causal = !config->sliding_window_non_causal,
-                                          .window_origin = config->window_origin,
-                                          .mask_token_id = config->mask_token_id};
-    for (size_t i = 0; i < config->layer_types.count && i < DFLASH_MAX_LAYERS; i++)
+    source->sizes = (struct drafter_sizes){.layers = config->layers,
+                                           .predict_from_anchor = config->predict_from_anchor,
+                                           .sliding_causal = !config->sliding_window_non_causal,
+                                           .window_origin = config->window_origin,
+                                           .mask_token_id = config->mask_token_id};
+    for (size_t i = 0; i < config->layer_types.count && i < DRAFTER_MAX_LAYERS; i++)
         source->sizes.sliding[i] = strcmp(config->layer_types.items[i], "sliding_attention") == 0;
     return 0;
 }
@@ -63,7 +63,7 @@ static int read_vocabulary(struct source *source, struct error *err)
     return result;
 }
 
-static void warn_of_windows(const struct dflash_sizes *sizes, enum export_format format)
+static void warn_of_windows(const struct drafter_sizes *sizes, enum export_format format)
 {
     int64_t sliding = 0;
     for (int64_t i = 0; i < sizes->layers; i++)
@@ -106,8 +106,8 @@ static int read_layer_ids(const char *checkpoint, int64_t *ids, int64_t *count, 
         return -1;
     const cJSON *item = NULL, *dflash = cJSON_GetObjectItem(file.root, "dflash_config");
     *count = 0;
-    cJSON_ArrayForEach(item, cJSON_GetObjectItem(dflash, "target_layer_ids")) if (*count <
-                                                                                  DFLASH_MAX_LAYERS)
+    cJSON_ArrayForEach(
+        item, cJSON_GetObjectItem(dflash, "target_layer_ids")) if (*count < DRAFTER_MAX_LAYERS)
         ids[(*count)++] = (int64_t)item->valuedouble;
     json_close(&file);
     return 0;
@@ -152,12 +152,12 @@ static int open_drafter(struct source *source, struct error *err)
 {
     const struct export_request *request = source->request;
     const char *target = request->target != NULL ? request->target : source->config.target.path;
-    int64_t ids[DFLASH_MAX_LAYERS], count;
+    int64_t ids[DRAFTER_MAX_LAYERS], count;
     if (target_open(&source->target, target, err) != 0)
         return error_prefix(err, "%s", request->target != NULL ? "--target" : "target.path");
     if (read_layer_ids(request->checkpoint, ids, &count, err) != 0 ||
-        dflash_sizes_resolve(&source->sizes, &source->config.drafter, &source->target, ids, count,
-                             err) != 0)
+        drafter_sizes_resolve(&source->sizes, &source->config.drafter, &source->target, ids, count,
+                              err) != 0)
         return -1;
     dflash_params(&source->sizes, &source->params);
     const struct release_wanted wanted = {&source->sizes, &source->params, &source->target, NULL};

@@ -5,7 +5,7 @@
 
 #include "base/log.h"
 
-bool export_any_sliding(const struct dflash_sizes *sizes)
+bool export_any_sliding(const struct drafter_sizes *sizes)
 {
     bool any = false;
     for (int64_t i = 0; i < sizes->layers; i++)
@@ -13,7 +13,7 @@ bool export_any_sliding(const struct dflash_sizes *sizes)
     return any;
 }
 
-static bool is_mixed(const struct dflash_sizes *sizes)
+static bool is_mixed(const struct drafter_sizes *sizes)
 {
     bool full = false;
     for (int64_t i = 0; i < sizes->layers; i++)
@@ -25,33 +25,33 @@ static bool is_mixed(const struct dflash_sizes *sizes)
 struct reason {
     const char *name, *why;
     bool waivable;
-    bool (*holds)(const struct dflash_sizes *sizes, enum export_format format);
+    bool (*holds)(const struct drafter_sizes *sizes, enum export_format format);
 };
 
-static bool from_anchor(const struct dflash_sizes *sizes, enum export_format format)
+static bool from_anchor(const struct drafter_sizes *sizes, enum export_format format)
 {
     (void)format;
     return sizes->predict_from_anchor;
 }
 
-static bool not_causal(const struct dflash_sizes *sizes, enum export_format format)
+static bool not_causal(const struct drafter_sizes *sizes, enum export_format format)
 {
     (void)format;
     return export_any_sliding(sizes) && !sizes->sliding_causal;
 }
 
-static bool other_origin(const struct dflash_sizes *sizes, enum export_format format)
+static bool other_origin(const struct drafter_sizes *sizes, enum export_format format)
 {
     (void)format;
     return export_any_sliding(sizes) && sizes->window_origin != WINDOW_FROM_QUERY;
 }
 
-static bool mixed_layers(const struct dflash_sizes *sizes, enum export_format format)
+static bool mixed_layers(const struct drafter_sizes *sizes, enum export_format format)
 {
     return format == EXPORT_SPECULATORS && is_mixed(sizes);
 }
 
-static bool mask_outside(const struct dflash_sizes *sizes, enum export_format format)
+static bool mask_outside(const struct drafter_sizes *sizes, enum export_format format)
 {
     (void)format;
     return sizes->mask_token_id >= sizes->vocab;
@@ -108,7 +108,7 @@ int export_check_allowed(const char *allow, struct error *err)
     return 0;
 }
 
-int export_check_servable(const struct dflash_sizes *sizes, enum export_format format,
+int export_check_servable(const struct drafter_sizes *sizes, enum export_format format,
                           const char *allow, struct error *err)
 {
     struct error why = {""};

@@ -12,7 +12,7 @@
 
 static void add_proposals(cJSON *object, const struct export_speculators *drafter)
 {
-    const struct dflash_sizes *sizes = drafter->sizes;
+    const struct drafter_sizes *sizes = drafter->sizes;
     cJSON *serving = cJSON_AddObjectToObject(object, "speculators_config");
     cJSON_AddStringToObject(serving, "algorithm", "dflash");
     cJSON *method = cJSON_CreateObject();
@@ -27,7 +27,7 @@ static void add_proposals(cJSON *object, const struct export_speculators *drafte
     export_add_texts(verifier, "architectures", drafter->target->architecture);
 }
 
-static void add_layer_config(cJSON *object, const struct dflash_sizes *sizes)
+static void add_layer_config(cJSON *object, const struct drafter_sizes *sizes)
 {
     cJSON *layers = cJSON_AddObjectToObject(object, "transformer_layer_config");
     cJSON_AddStringToObject(layers, "model_type", "qwen3");
@@ -38,7 +38,7 @@ static void add_layer_config(cJSON *object, const struct dflash_sizes *sizes)
 
 // vLLM turns sliding_window_non_causal into one causal flag for all layers: stated as false it would
 // make full layers causal, left out it makes sliding layers bidirectional.
-static void add_windows(cJSON *object, const struct dflash_sizes *sizes)
+static void add_windows(cJSON *object, const struct drafter_sizes *sizes)
 {
     if (!export_any_sliding(sizes))
         return;
@@ -49,7 +49,7 @@ static void add_windows(cJSON *object, const struct dflash_sizes *sizes)
 
 static cJSON *make_config(const struct export_speculators *drafter)
 {
-    const struct dflash_sizes *sizes = drafter->sizes;
+    const struct drafter_sizes *sizes = drafter->sizes;
     cJSON *object = cJSON_CreateObject();
     export_add_texts(object, "architectures", "DFlashSpeculator");
     cJSON_AddStringToObject(object, "speculators_model_type", "dflash");
@@ -75,7 +75,7 @@ static cJSON *make_config(const struct export_speculators *drafter)
 
 // The first V rows of a target's matrix as bf16.
 static int write_rows(struct safetensors_writer *writer, int index,
-                      const struct dflash_sizes *sizes, const struct target_tensor *tensor,
+                      const struct drafter_sizes *sizes, const struct target_tensor *tensor,
                       struct error *err)
 {
     int64_t width = sizes->hidden;

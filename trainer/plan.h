@@ -8,13 +8,13 @@
 
 // What stays the same while a config's numbers are varied.
 struct plan_subject {
-    const struct target *target;          // sizes are enough
-    const struct backend *backend;        // live, or backend_planned()
-    int64_t layer_ids[DFLASH_MAX_LAYERS]; // [features] in use
-    int32_t plane[DFLASH_MAX_LAYERS];     // [features]
-    int64_t features, planes;             // L in use, P
-    bool float8;                          // of the shards' planes
-    int32_t last_plane;                   // -1: no last hidden state
+    const struct target *target;           // sizes are enough
+    const struct backend *backend;         // live, or backend_planned()
+    int64_t layer_ids[DRAFTER_MAX_LAYERS]; // [features] in use
+    int32_t plane[DRAFTER_MAX_LAYERS];     // [features]
+    int64_t features, planes;              // L in use, P
+    bool float8;                           // of the shards' planes
+    int32_t last_plane;                    // -1: no last hidden state
     enum last_hidden last_hidden;
     bool training;     // false: scoring only
     bool validates;    // there are validation shards
@@ -37,7 +37,7 @@ struct plan_cut {
 };
 
 struct plan {
-    struct dflash_sizes sizes;
+    struct drafter_sizes sizes;
     struct params params;
     bool trains;                         // not scoring only
     struct plan_cut first;               // what would be chosen if memory had no end

@@ -15,7 +15,7 @@ enum { FINER = 8 };           // so much smaller a granule when the first is too
 struct trial {
     struct config config;
     const struct config *original;
-    char *layer_types[DFLASH_MAX_LAYERS];
+    char *layer_types[DRAFTER_MAX_LAYERS];
 };
 
 static void trial_begin(struct trial *trial, const struct config *config)
@@ -31,7 +31,7 @@ static void stretch_layer_types(struct trial *trial)
     const struct config_texts *types = &trial->original->drafter.layer_types;
     int64_t layers = trial->config.drafter.layers;
     if (types->count == 0 || layers == trial->original->drafter.layers ||
-        layers > DFLASH_MAX_LAYERS)
+        layers > DRAFTER_MAX_LAYERS)
         return;
     for (int64_t l = 0; l < layers; l++) {
         size_t from = l == layers - 1 ? types->count - 1 : (size_t)l % types->count;

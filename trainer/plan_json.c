@@ -16,7 +16,7 @@ static void add_bytes(cJSON *object, const char *name, double bytes)
 
 static void add_model(cJSON *root, const struct plan_report *r)
 {
-    const struct dflash_sizes *s = &r->plan->sizes;
+    const struct drafter_sizes *s = &r->plan->sizes;
     cJSON *target = add_object(root, "target"), *drafter = add_object(root, "drafter");
     cJSON_AddStringToObject(target, "from", r->input->target_from);
     json_add_int(target, "hidden_size", s->hidden);

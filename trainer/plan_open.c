@@ -169,7 +169,7 @@ static int use_shards(struct plan_input *input, const struct config *config,
                                      .last_hidden = first->last_hidden};
     if (check_target(first, &input->target, err) != 0 ||
         documents_select_planes(&as_documents, &config->target.layer_ids, input->target.layers,
-                                s->plane, DFLASH_MAX_LAYERS, &s->features, &s->last_plane,
+                                s->plane, DRAFTER_MAX_LAYERS, &s->features, &s->last_plane,
                                 err) != 0)
         return -1;
     for (int64_t l = 0; l < s->features; l++)
@@ -197,9 +197,9 @@ static int imagine_shards(struct plan_input *input, const struct config *config,
     if (ids->count == 0)
         return error_set(err, "target.layer_ids: needed to plan without shards, since no file of "
                               "data.train says which layers there are");
-    if (ids->count > DFLASH_MAX_LAYERS)
+    if (ids->count > DRAFTER_MAX_LAYERS)
         return error_set(err, "target.layer_ids: %zu layers; at most %d are possible", ids->count,
-                         DFLASH_MAX_LAYERS);
+                         DRAFTER_MAX_LAYERS);
     s->features = (int64_t)ids->count;
     for (int64_t l = 0; l < s->features; l++) {
         s->layer_ids[l] = ids->items[l];

@@ -43,7 +43,7 @@ static struct unit flop_unit(double total)
 
 static void print_model(const struct plan_report *r, FILE *out)
 {
-    const struct dflash_sizes *s = &r->plan->sizes;
+    const struct drafter_sizes *s = &r->plan->sizes;
     const struct plan_subject *subject = &r->input->subject;
     char a[PLAN_NUMBER_TEXT], b[PLAN_NUMBER_TEXT];
     fprintf(out, "target    %s\n", r->input->target_from);

@@ -21,7 +21,7 @@ static double visible_positions(double n, double window)
 static void count_rows(struct plan_work *w, const struct plan *plan, const struct config *config,
                        const struct plan_documents *documents)
 {
-    const struct dflash_sizes *s = &plan->sizes;
+    const struct drafter_sizes *s = &plan->sizes;
     double tokens = (double)config->data.seq_len, block = (double)s->block_size;
     double drafts = block - (s->predict_from_anchor ? 0.0 : 1.0);
     double most = (double)config->anchors.max_anchors, in_row = 1.0;
@@ -45,7 +45,7 @@ static void count_rows(struct plan_work *w, const struct plan *plan, const struc
 // Of one row.
 static void count_layers(struct plan_work *w, const struct plan *plan, const struct config *config)
 {
-    const struct dflash_sizes *s = &plan->sizes;
+    const struct drafter_sizes *s = &plan->sizes;
     double h = (double)s->hidden, q = (double)(s->heads * s->head_dim);
     double kv = (double)(s->kv_heads * s->head_dim), layers = (double)s->layers;
     double tokens = (double)config->data.seq_len;

@@ -5,7 +5,7 @@
 #define TRAINER_RELEASE_H
 
 #include "data/safetensors.h"
-#include "drafter/dflash_sizes.h"
+#include "drafter/drafter_sizes.h"
 
 enum release_layout {
     RELEASE_ZLAB,        // SpecForge's too
@@ -14,7 +14,7 @@ enum release_layout {
 
 // What the drafter must be.
 struct release_wanted {
-    const struct dflash_sizes *sizes;
+    const struct drafter_sizes *sizes;
     const struct params *params;
     const struct target *target;
     const struct config_texts *allow; // fields and tensors that may differ; NULL: none

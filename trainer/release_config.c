@@ -60,7 +60,7 @@ static void check_text(struct release_check *check, const cJSON *object, const c
 
 static void check_widths(struct release_check *check, const cJSON *layers)
 {
-    const struct dflash_sizes *s = check->wanted->sizes;
+    const struct drafter_sizes *s = check->wanted->sizes;
     const struct number numbers[] = {
         {"hidden_size", "hidden_size of the target", 4096, (double)s->hidden},
         {"vocab_size", "vocab_size of the target", 151936, (double)s->vocab},
@@ -104,7 +104,7 @@ static void check_rope_scaling(struct release_check *check, const cJSON *layers,
     static const char *const types[] = {[ROPE_SCALING_NONE] = "default",
                                         [ROPE_SCALING_LINEAR] = "linear",
                                         [ROPE_SCALING_YARN] = "yarn"};
-    const struct dflash_sizes *s = check->wanted->sizes;
+    const struct drafter_sizes *s = check->wanted->sizes;
     const cJSON *type = get(rope, "rope_type") != NULL ? get(rope, "rope_type") : get(rope, "type");
     const char *name = type != NULL ? text_of(type) : "default", *wanted = types[s->rope_scaling];
     if (strcmp(name, wanted) != 0) {
@@ -141,7 +141,7 @@ static void check_rope(struct release_check *check, const cJSON *layers)
     check_flag(check, layers, "is_neox_style", true, true, "dtrain rotates halves");
 }
 
-static bool any_sliding(const struct dflash_sizes *sizes)
+static bool any_sliding(const struct drafter_sizes *sizes)
 {
     bool any = false;
     for (int64_t i = 0; i < sizes->layers; i++)
@@ -151,7 +151,7 @@ static bool any_sliding(const struct dflash_sizes *sizes)
 
 static void check_layer_types(struct release_check *check, const cJSON *layers)
 {
-    const struct dflash_sizes *s = check->wanted->sizes;
+    const struct drafter_sizes *s = check->wanted->sizes;
     const cJSON *types = get(layers, "layer_types");
     if (types == NULL && cJSON_IsTrue(get(layers, "use_sliding_window")))
         release_fault(check, "layer_types", "not stated, although use_sliding_window is true");
@@ -179,7 +179,7 @@ static void check_layer_types(struct release_check *check, const cJSON *layers)
 // One flag for all layers, which servers prefer to the layer types.
 static void check_causality(struct release_check *check, const cJSON *layers)
 {
-    const struct dflash_sizes *s = check->wanted->sizes;
+    const struct drafter_sizes *s = check->wanted->sizes;
     const cJSON *item = get(layers, "is_causal");
     for (int i = 0; item != NULL && i < s->layers; i++) {
         bool causal = s->sliding[i] && s->sliding_causal;
@@ -207,7 +207,7 @@ static void check_extras(struct release_check *check, const cJSON *layers)
 static void check_layer_ids(struct release_check *check, const cJSON *object, const char *name,
                             int64_t shift)
 {
-    const struct dflash_sizes *s = check->wanted->sizes;
+    const struct drafter_sizes *s = check->wanted->sizes;
     const cJSON *ids = get(object, name);
     bool same = cJSON_IsArray(ids) && cJSON_GetArraySize(ids) == s->features;
     for (int i = 0; same && i < s->features; i++) {
@@ -233,7 +233,7 @@ static void check_layer_ids(struct release_check *check, const cJSON *object, co
 static void check_block(struct release_check *check, const cJSON *root, const cJSON *mask,
                         double standard)
 {
-    const struct dflash_sizes *s = check->wanted->sizes;
+    const struct drafter_sizes *s = check->wanted->sizes;
     const struct number numbers[] = {
         {"block_size", "drafter.block_size", standard, (double)s->block_size},
         {"mask_token_id", "drafter.mask_token_id", NAN, (double)s->mask_token_id}};
@@ -250,7 +250,7 @@ static void check_block(struct release_check *check, const cJSON *root, const cJ
 static void check_window_origin(struct release_check *check, const cJSON *root,
                                 const char *standard)
 {
-    const struct dflash_sizes *s = check->wanted->sizes;
+    const struct drafter_sizes *s = check->wanted->sizes;
     const char *wanted = s->window_origin == WINDOW_FROM_QUERY ? "query" : "anchor";
     const cJSON *item = get(root, "window_origin");
     const char *origin = item != NULL ? text_of(item) : standard;
@@ -293,7 +293,7 @@ static void check_zlab(struct release_check *check, const cJSON *root)
 // Layer numbers of speculators count what enters a layer: dtrain's + 1.
 static void check_speculators(struct release_check *check, const cJSON *root)
 {
-    const struct dflash_sizes *s = check->wanted->sizes;
+    const struct drafter_sizes *s = check->wanted->sizes;
     const struct number numbers[] = {
         {"draft_vocab_size", "vocab_size of the target", 32000, (double)s->vocab},
         {"target_hidden_size", "hidden_size of the target", (double)s->hidden, (double)s->hidden}};

@@ -64,7 +64,7 @@ static int compare_layers(const char *checkpoint, const struct session *session,
     if (open_drafter_config(&file, checkpoint, err) != 0)
         return -1;
     int status = 0;
-    const struct dflash_sizes *sizes = &session->sizes;
+    const struct drafter_sizes *sizes = &session->sizes;
     const cJSON *dflash = cJSON_GetObjectItemCaseSensitive(file.root, "dflash_config");
     const cJSON *ids = cJSON_GetObjectItemCaseSensitive(dflash, "target_layer_ids");
     bool same = cJSON_GetArraySize(ids) == sizes->features;
@@ -91,7 +91,7 @@ static int compare_target_defaults(const char *checkpoint, const struct session 
     if (open_drafter_config(&file, checkpoint, err) != 0)
         return -1;
     int status = 0;
-    const struct dflash_sizes *sizes = &session->sizes;
+    const struct drafter_sizes *sizes = &session->sizes;
     const struct {
         const char *key;
         double now;

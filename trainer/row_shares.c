@@ -6,7 +6,7 @@
 #include "base/log.h"
 #include "base/memory.h"
 
-struct row_work row_work_of(const struct dflash_sizes *sizes, const struct params *params)
+struct row_work row_work_of(const struct drafter_sizes *sizes, const struct params *params)
 {
     double layers = (double)sizes->layers, hidden = (double)sizes->hidden;
     double kv = (double)(sizes->kv_heads * sizes->head_dim);

@@ -5,7 +5,7 @@
 
 #include "configs/config.h"
 #include "data/packing.h"
-#include "drafter/dflash_sizes.h"
+#include "drafter/drafter_sizes.h"
 #include "drafter/params.h"
 
 // What a row costs, in floating-point operations. Each supervised token is taken for an anchor.
@@ -15,7 +15,7 @@ struct row_work {
     int64_t most_per_row; // anchors; 0: any number
     int64_t most_per_document;
 };
-struct row_work row_work_of(const struct dflash_sizes *sizes, const struct params *params);
+struct row_work row_work_of(const struct drafter_sizes *sizes, const struct params *params);
 double row_work_estimate(const struct row_work *work, const struct documents *documents,
                          const struct packing *packing, int64_t row);
 

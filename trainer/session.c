@@ -179,20 +179,20 @@ int session_open_model(struct session *session, struct error *err)
         return error_set(err, "data.val: required; feature shards to score");
     if (target_open(&session->target, config->target.path, err) != 0)
         return error_prefix(err, "target.path");
-    int64_t ids[DFLASH_MAX_LAYERS];
+    int64_t ids[DRAFTER_MAX_LAYERS];
     if (check_agreement(session, err) != 0 || check_target(session, err) != 0)
         return -1;
     const struct documents *documents = session_documents(session);
     if (documents_select_planes(documents, &config->target.layer_ids, session->target.layers,
-                                session->plane, DFLASH_MAX_LAYERS, &session->features,
+                                session->plane, DRAFTER_MAX_LAYERS, &session->features,
                                 &session->last_plane, err) != 0)
         return -1;
     if (check_teacher(session, err) != 0)
         return -1;
     for (int64_t l = 0; l < session->features; l++)
         ids[l] = documents->layer_ids[session->plane[l]];
-    if (dflash_sizes_resolve(&session->sizes, &config->drafter, &session->target, ids,
-                             session->features, err) != 0)
+    if (drafter_sizes_resolve(&session->sizes, &config->drafter, &session->target, ids,
+                              session->features, err) != 0)
         return -1;
     dflash_params(&session->sizes, &session->params);
     session->target_name =

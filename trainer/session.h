@@ -16,10 +16,10 @@ struct session {
     struct target target;
     struct documents train, val;
     bool has_train, has_val;
-    int32_t plane[DFLASH_MAX_LAYERS];
+    int32_t plane[DRAFTER_MAX_LAYERS];
     int64_t features;   // L in use
     int32_t last_plane; // -1: none
-    struct dflash_sizes sizes;
+    struct drafter_sizes sizes;
     struct params params;
     const struct backend *backend;
     struct execution execution;

@@ -414,7 +414,7 @@ int step_row_anchors(struct step *step, const struct row *row, const int32_t *an
 int step_evaluate(struct step *step, const struct row *row, struct metrics *metrics,
                   struct walk *walk, walk_block_fn *visit, void *context)
 {
-    const struct dflash_sizes *sizes = step->setup.sizes;
+    const struct drafter_sizes *sizes = step->setup.sizes;
     int64_t count = anchors_all(row, &step->layout, step->anchors);
     count_row(metrics, row);
     metrics->anchors += (double)count;

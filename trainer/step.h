@@ -22,7 +22,7 @@ struct step_setup {
     const struct execution *execution;
     const struct backend *backend;
     const struct target *target;
-    const struct dflash_sizes *sizes;
+    const struct drafter_sizes *sizes;
     const struct params *params;
     int64_t planes;       // P of the rows
     const int32_t *plane; // [sizes->features]
@@ -137,7 +137,7 @@ int step_evaluate(struct step *step, const struct row *row, struct metrics *metr
 
 // Group rows, chunk rows and recomputation that the config leaves open, and what the hardware is.
 int execution_choose(struct execution *execution, const struct config *config,
-                     const struct dflash_sizes *sizes, const struct backend *backend,
+                     const struct drafter_sizes *sizes, const struct backend *backend,
                      struct error *err);
 
 #endif

@@ -220,7 +220,7 @@ static void add_metadata(struct trace_file *file, const struct trace *trace)
 {
     const struct documents *documents = session_documents(&trace->session);
     static const char *const last_hidden[] = {"pre_norm", "post_norm", "absent"};
-    char ids[DFLASH_MAX_LAYERS * 8] = "[";
+    char ids[DRAFTER_MAX_LAYERS * 8] = "[";
     size_t at = 1;
     for (int64_t l = 0; l < documents->shard_layers; l++)
         at += (size_t)snprintf(ids + at, sizeof(ids) - at, "%s%lld", l > 0 ? ", " : "",

@@ -31,6 +31,7 @@ int validation_open(struct validation **validation, const struct session *sessio
                                        .threads = 1,
                                        .on_bad_sample = config->data.on_bad_sample,
                                        .seq_len = config->data.seq_len,
+                                       .stop_seconds = session_stop_seconds(session),
                                        .host_alloc = session->backend->host_alloc,
                                        .host_free = session->backend->host_free,
                                        .stop = step->stop,
@@ -96,13 +97,18 @@ int validation_run(struct validation *v, struct step *step, struct metrics *metr
     return add_up(v->session->ranks, metrics, walk, status);
 }
 
-void validation_close(struct validation *v)
+bool validation_stop(struct validation *v)
+{
+    return v == NULL || prefetch_stop(v->prefetch);
+}
+
+bool validation_close(struct validation *v)
 {
     if (v == NULL)
-        return;
-    if (v->prefetch != NULL)
-        prefetch_close(v->prefetch);
-    if (v->source != NULL)
-        source_close(v->source);
+        return true;
+    if (!prefetch_close(v->prefetch))
+        return false;
+    source_close(v->source);
     free(v);
+    return true;
 }

@@ -13,6 +13,10 @@ int validation_open(struct validation **validation, const struct session *sessio
 // anything but 0 there is no further pass.
 int validation_run(struct validation *validation, struct step *step, struct metrics *metrics,
                    struct walk *walk, walk_block_fn *visit, void *context, struct error *err);
-void validation_close(struct validation *validation); // NULL: nothing to do; after step's copies
+// Ends the reading; nothing is scored after it. False as in prefetch_stop: the session has to stay. NULL: nothing
+// to do.
+bool validation_stop(struct validation *validation);
+// After the step's copies from its rows. False as in validation_stop.
+bool validation_close(struct validation *validation);
 
 #endif

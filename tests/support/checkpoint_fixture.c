@@ -34,8 +34,8 @@ void drafter_fixture_resolve(struct drafter_fixture *fixture)
 {
     static const int64_t layer_ids[] = {1, 3, 5};
     struct error err = {""};
-    if (dflash_sizes_resolve(&fixture->sizes, &fixture->config.drafter, &fixture->target, layer_ids,
-                             3, &err) != 0)
+    if (drafter_sizes_resolve(&fixture->sizes, &fixture->config.drafter, &fixture->target,
+                              layer_ids, 3, &err) != 0)
         fail_msg("%s", err.text);
     params_release(&fixture->params);
     dflash_params(&fixture->sizes, &fixture->params);

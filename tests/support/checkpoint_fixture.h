@@ -7,7 +7,7 @@
 struct drafter_fixture {
     struct config config;
     struct target target;
-    struct dflash_sizes sizes;
+    struct drafter_sizes sizes;
     struct params params;
     struct execution execution;
     struct checkpoint_info info;

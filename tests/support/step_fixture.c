@@ -196,8 +196,8 @@ static void make_config(struct config *config, const struct step_fixture_options
 void step_fixture_resolve(struct step_fixture *f, const int64_t *layer_ids, int64_t features)
 {
     struct error err = {0};
-    if (dflash_sizes_resolve(&f->sizes, &f->config.drafter, &f->target, layer_ids, features,
-                             &err) != 0)
+    if (drafter_sizes_resolve(&f->sizes, &f->config.drafter, &f->target, layer_ids, features,
+                              &err) != 0)
         die("%s", err.text);
     dflash_params(&f->sizes, &f->params);
     f->planes = features + 1;

@@ -36,12 +36,12 @@ struct step_fixture {
     struct config config;
     struct target target;
     float *embed, *head, *norm; // the made-up target's own tensors; NULL: the target is of files
-    struct dflash_sizes sizes;
+    struct drafter_sizes sizes;
     struct params params;
     struct execution execution;
     struct model_state state; // what opening loads
     int64_t planes;
-    int32_t plane[DFLASH_MAX_LAYERS], last_plane;
+    int32_t plane[DRAFTER_MAX_LAYERS], last_plane;
     enum last_hidden last_hidden;
     bool float8;
     struct step step;

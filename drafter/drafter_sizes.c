@@ -1,6 +1,6 @@
 // Owns how a DFlash drafter's sizes follow from config and target, its table of tensors and its rotary
 // table. Does not own the forward pass or the files sizes are written to.
-#include "drafter/dflash_sizes.h"
+#include "drafter/drafter_sizes.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -20,7 +20,7 @@ static double given_or_real(double value, double fallback)
     return isnan(value) ? fallback : value;
 }
 
-static void take_widths(struct dflash_sizes *sizes, const struct drafter_config *config,
+static void take_widths(struct drafter_sizes *sizes, const struct drafter_config *config,
                         const struct target *target)
 {
     sizes->hidden = target->hidden_size;
@@ -41,7 +41,7 @@ static void take_widths(struct dflash_sizes *sizes, const struct drafter_config 
 
 // The target's theta is the only rotary fact that is inherited: partial rotation, sections and scaling
 // are not, since servers rotate a drafter's full head.
-static void take_rope(struct dflash_sizes *sizes, const struct drafter_config *config,
+static void take_rope(struct drafter_sizes *sizes, const struct drafter_config *config,
                       const struct target *target)
 {
     sizes->rope_theta = given_or_real(config->rope_theta, target->rope_theta);
@@ -59,7 +59,7 @@ static int check_positive(int64_t value, const char *key, struct error *err)
                      key);
 }
 
-static int check_widths(const struct dflash_sizes *sizes, struct error *err)
+static int check_widths(const struct drafter_sizes *sizes, struct error *err)
 {
     int faults = 0;
     faults |= check_positive(sizes->heads, "num_attention_heads", err);
@@ -75,22 +75,22 @@ static int check_widths(const struct dflash_sizes *sizes, struct error *err)
     if (sizes->head_dim % 2 != 0)
         faults |= error_add(err, "drafter.head_dim: %lld is odd; the rotary embedding turns pairs",
                             (long long)sizes->head_dim);
-    if (sizes->head_dim > DFLASH_MAX_HEAD_DIM)
+    if (sizes->head_dim > DRAFTER_MAX_HEAD_DIM)
         faults |= error_add(err, "drafter.head_dim: %lld is more than %d",
-                            (long long)sizes->head_dim, DFLASH_MAX_HEAD_DIM);
+                            (long long)sizes->head_dim, DRAFTER_MAX_HEAD_DIM);
     if (sizes->block_size < BLOCK_SIZE_MIN || sizes->block_size > BLOCK_SIZE_MAX)
         faults |= error_add(err, "drafter.block_size: %lld is not within %d..%d",
                             (long long)sizes->block_size, BLOCK_SIZE_MIN, BLOCK_SIZE_MAX);
-    if (sizes->layers < 1 || sizes->layers > DFLASH_MAX_LAYERS)
+    if (sizes->layers < 1 || sizes->layers > DRAFTER_MAX_LAYERS)
         faults |= error_add(err, "drafter.layers: %lld is not within 1..%d",
-                            (long long)sizes->layers, DFLASH_MAX_LAYERS);
+                            (long long)sizes->layers, DRAFTER_MAX_LAYERS);
     if (!(sizes->eps > 0.0f))
         faults |= error_add(
             err, "drafter.rms_norm_eps: not given, and the target's config.json does not say it");
     return faults;
 }
 
-static int check_rope(const struct dflash_sizes *sizes, struct error *err)
+static int check_rope(const struct drafter_sizes *sizes, struct error *err)
 {
     int faults = 0;
     if (!(sizes->rope_theta >= 1.0))
@@ -104,7 +104,7 @@ static int check_rope(const struct dflash_sizes *sizes, struct error *err)
     return faults;
 }
 
-static int check_mask_token(const struct dflash_sizes *sizes, const struct drafter_config *config,
+static int check_mask_token(const struct drafter_sizes *sizes, const struct drafter_config *config,
                             const struct target *target, struct error *err)
 {
     int64_t id = sizes->mask_token_id;
@@ -127,7 +127,7 @@ static int check_mask_token(const struct dflash_sizes *sizes, const struct draft
     return 0;
 }
 
-static int take_layer_types(struct dflash_sizes *sizes, const struct drafter_config *config,
+static int take_layer_types(struct drafter_sizes *sizes, const struct drafter_config *config,
                             struct error *err)
 {
     size_t count = config->layer_types.count;
@@ -136,7 +136,7 @@ static int take_layer_types(struct dflash_sizes *sizes, const struct drafter_con
                          (long long)config->layers);
     bool any = false;
     int faults = 0;
-    for (size_t i = 0; i < count && i < DFLASH_MAX_LAYERS; i++) {
+    for (size_t i = 0; i < count && i < DRAFTER_MAX_LAYERS; i++) {
         const char *type = config->layer_types.items[i];
         sizes->sliding[i] = strcmp(type, "sliding_attention") == 0;
         any |= sizes->sliding[i];
@@ -154,12 +154,12 @@ static int take_layer_types(struct dflash_sizes *sizes, const struct drafter_con
     return faults;
 }
 
-static int take_layer_ids(struct dflash_sizes *sizes, const int64_t *layer_ids, int64_t features,
+static int take_layer_ids(struct drafter_sizes *sizes, const int64_t *layer_ids, int64_t features,
                           struct error *err)
 {
-    if (features < 1 || features > DFLASH_MAX_LAYERS)
+    if (features < 1 || features > DRAFTER_MAX_LAYERS)
         return error_add(err, "target.layer_ids: %lld layers; 1 to %d can be used",
-                         (long long)features, DFLASH_MAX_LAYERS);
+                         (long long)features, DRAFTER_MAX_LAYERS);
     sizes->features = features;
     int faults = 0;
     for (int64_t i = 0; i < features; i++) {
@@ -175,11 +175,11 @@ static int take_layer_ids(struct dflash_sizes *sizes, const int64_t *layer_ids, 
     return faults;
 }
 
-int dflash_sizes_resolve(struct dflash_sizes *sizes, const struct drafter_config *config,
-                         const struct target *target, const int64_t *layer_ids, int64_t features,
-                         struct error *err)
+int drafter_sizes_resolve(struct drafter_sizes *sizes, const struct drafter_config *config,
+                          const struct target *target, const int64_t *layer_ids, int64_t features,
+                          struct error *err)
 {
-    *sizes = (struct dflash_sizes){0};
+    *sizes = (struct drafter_sizes){0};
     take_widths(sizes, config, target);
     take_rope(sizes, config, target);
     int faults = check_widths(sizes, err);
@@ -206,7 +206,7 @@ static void add_norm(struct params *params, int64_t layer, const char *name, int
 }
 
 // q, k, v and gate, up are joined: one GEMM each in the forward pass.
-static void add_layer(const struct dflash_sizes *sizes, int64_t layer, struct params *params)
+static void add_layer(const struct drafter_sizes *sizes, int64_t layer, struct params *params)
 {
     int64_t hidden = sizes->hidden;
     int64_t q = sizes->heads * sizes->head_dim, kv = sizes->kv_heads * sizes->head_dim;
@@ -233,7 +233,7 @@ int dflash_layer_part(int64_t layers, int64_t layer)
     return 1 + (int)layers + (int)layer;
 }
 
-static int part_of(const struct dflash_sizes *sizes, const char *name)
+static int part_of(const struct drafter_sizes *sizes, const char *name)
 {
     static const char *const of_context[] = {"k_proj", "v_proj", "k_norm"};
     int layers = (int)sizes->layers, layer;
@@ -245,7 +245,7 @@ static int part_of(const struct dflash_sizes *sizes, const char *name)
     return dflash_layer_part(layers, layer);
 }
 
-void dflash_params(const struct dflash_sizes *sizes, struct params *params)
+void dflash_params(const struct drafter_sizes *sizes, struct params *params)
 {
     int64_t hidden = sizes->hidden;
     params_add(params, "fc.weight", 2, hidden, sizes->features * hidden, false, false);
@@ -259,7 +259,7 @@ void dflash_params(const struct dflash_sizes *sizes, struct params *params)
 }
 
 // Pair (fractional) that turns `turns` times over the original positions.
-static double yarn_pair(const struct dflash_sizes *sizes, double turns)
+static double yarn_pair(const struct drafter_sizes *sizes, double turns)
 {
     double pi = acos(-1.0);
     return (double)sizes->head_dim *
@@ -269,7 +269,7 @@ static double yarn_pair(const struct dflash_sizes *sizes, double turns)
 
 // Share of the slowed frequency in pair i: 0 for pairs that turn more than 32 times over the original
 // positions, 1 for those that turn less than once, linear between (bounds rounded outwards).
-static double yarn_share(const struct dflash_sizes *sizes, int64_t i)
+static double yarn_share(const struct drafter_sizes *sizes, int64_t i)
 {
     double low = fmax(floor(yarn_pair(sizes, 32.0)), 0.0);
     double high = fmin(ceil(yarn_pair(sizes, 1.0)), (double)(sizes->head_dim - 1));
@@ -277,7 +277,7 @@ static double yarn_share(const struct dflash_sizes *sizes, int64_t i)
     return fmin(fmax(((double)i - low) / width, 0.0), 1.0);
 }
 
-static double inverse_frequency(const struct dflash_sizes *sizes, int64_t i)
+static double inverse_frequency(const struct drafter_sizes *sizes, int64_t i)
 {
     double plain = pow(sizes->rope_theta, -2.0 * (double)i / (double)sizes->head_dim);
     double slowed = plain / sizes->rope_factor;
@@ -289,8 +289,8 @@ static double inverse_frequency(const struct dflash_sizes *sizes, int64_t i)
     return slowed * share + plain * (1.0 - share);
 }
 
-void dflash_rope_table(const struct dflash_sizes *sizes, int64_t positions, float *cos_table,
-                       float *sin_table)
+void drafter_rope_table(const struct drafter_sizes *sizes, int64_t positions, float *cos_table,
+                        float *sin_table)
 {
     int64_t half = sizes->head_dim / 2;
     bool stretched = sizes->rope_scaling == ROPE_SCALING_YARN && sizes->rope_factor > 1.0;

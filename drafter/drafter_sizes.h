@@ -1,19 +1,19 @@
 // A DFlash drafter's sizes and switches with every default resolved from the target: what the forward
 // pass computes and what an export states.
-#ifndef DRAFTER_DFLASH_SIZES_H
-#define DRAFTER_DFLASH_SIZES_H
+#ifndef DRAFTER_DRAFTER_SIZES_H
+#define DRAFTER_DRAFTER_SIZES_H
 
 #include "configs/config.h"
 #include "data/target.h"
 #include "drafter/params.h"
 
-enum { DFLASH_MAX_LAYERS = 256, DFLASH_MAX_HEAD_DIM = 512 };
+enum { DRAFTER_MAX_LAYERS = 256, DRAFTER_MAX_HEAD_DIM = 512 };
 
-struct dflash_sizes {
-    int64_t hidden;                              // H
-    int64_t vocab;                               // V
-    int64_t features;                            // L captured layers
-    int64_t target_layer_ids[DFLASH_MAX_LAYERS]; // [features] output of decoder layer i, 0-based
+struct drafter_sizes {
+    int64_t hidden;                               // H
+    int64_t vocab;                                // V
+    int64_t features;                             // L captured layers
+    int64_t target_layer_ids[DRAFTER_MAX_LAYERS]; // [features] output of decoder layer i, 0-based
     int64_t target_layers;
     int64_t layers;
     int64_t heads, kv_heads, head_dim, intermediate;
@@ -26,25 +26,26 @@ struct dflash_sizes {
     double rope_factor;
     int64_t rope_original_positions;
     int64_t max_position_embeddings;
-    bool sliding[DFLASH_MAX_LAYERS]; // [layers]
-    int64_t window;                  // of sliding layers
-    bool sliding_causal;             // own block of sliding layers
-    int window_origin;               // WINDOW_FROM_*
+    bool sliding[DRAFTER_MAX_LAYERS]; // [layers]
+    int64_t window;                   // of sliding layers
+    bool sliding_causal;              // own block of sliding layers
+    int window_origin;                // WINDOW_FROM_*
 };
 
 // layer_ids: the planes in use, in order. Errors name the key: sizes that do not divide, a mask token
 // outside the embedding or equal to a special token, layer ids beyond the target.
-int dflash_sizes_resolve(struct dflash_sizes *sizes, const struct drafter_config *config,
-                         const struct target *target, const int64_t *layer_ids, int64_t features,
-                         struct error *err);
+int drafter_sizes_resolve(struct drafter_sizes *sizes, const struct drafter_config *config,
+                          const struct target *target, const int64_t *layer_ids, int64_t features,
+                          struct error *err);
 // The trainable tensors, z-lab names: fc, hidden_norm, layers.*, norm. Their parts are numbered in the
 // order in which a row's forward pass reads them first: fc and hidden_norm; of each layer what makes the
 // context's keys and values; the rest of each layer; norm.
-void dflash_params(const struct dflash_sizes *sizes, struct params *params);
+void dflash_params(const struct drafter_sizes *sizes, struct params *params);
 int dflash_context_part(int64_t layer);
 int dflash_layer_part(int64_t layers, int64_t layer);
 // Rotary table of `positions` rows: cos and sin [positions, head_dim / 2], scaling included
 // (linear: position / factor; yarn: Peng et al. 2023 as transformers computes it).
-void dflash_rope_table(const struct dflash_sizes *sizes, int64_t positions, float *cos, float *sin);
+void drafter_rope_table(const struct drafter_sizes *sizes, int64_t positions, float *cos,
+                        float *sin);
 
 #endif
