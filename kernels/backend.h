@@ -70,6 +70,10 @@ struct backend {
     // Takes what was listed before. -1 when the library does not know an algorithm.
     int (*gemm_obey)(struct stream *stream, const struct gemm_algorithms *algorithms,
                      struct error *err);
+    // Names what the calling thread queues until the matching pop, for a profiler. Nests. Next to nothing
+    // where none listens.
+    void (*range_push)(const char *name);
+    void (*range_pop)(void);
 };
 
 // The CPU backend. Always there.

@@ -143,6 +143,14 @@ static void cpu_memory(size_t *free_bytes, size_t *total_bytes)
     *total_bytes = (size_t)sysconf(_SC_PHYS_PAGES) * page;
 }
 
+// CPU profilers name functions by themselves.
+static void cpu_range_push(const char *name)
+{
+    (void)name;
+}
+
+static void cpu_range_pop(void) {}
+
 const struct backend *backend_cpu(void)
 {
     static const struct backend backend = {
@@ -165,6 +173,8 @@ const struct backend *backend_cpu(void)
         .time_mark = cpu_time_mark,
         .time_between = cpu_time_between,
         .memory = cpu_memory,
+        .range_push = cpu_range_push,
+        .range_pop = cpu_range_pop,
     };
     return &backend;
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cublasLt.h>
 #include <cuda_runtime.h>
+#include <nvtx3/nvToolsExt.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -221,6 +222,17 @@ static void cuda_memory(size_t *free_bytes, size_t *total_bytes)
     cuda_check(cudaMemGetInfo(free_bytes, total_bytes));
 }
 
+// NVTX finds out at its first call whether a profiler is attached; without one a call is a test of a pointer.
+static void cuda_range_push(const char *name)
+{
+    nvtxRangePushA(name);
+}
+
+static void cuda_range_pop(void)
+{
+    nvtxRangePop();
+}
+
 static __global__ void probe_kernel(void) {}
 
 // Whether this build's kernels run on the device.
@@ -260,7 +272,7 @@ const struct backend *backend_cuda(struct error *why)
         cuda_host_alloc,  cuda_host_free, cuda_copy_in,         cuda_copy_out,    cuda_copy,
         cuda_zero,        cuda_sync,      cuda_workspace_bytes, cuda_stream_open, cuda_stream_close,
         cuda_stream_wait, cuda_time_mark, cuda_time_between,    cuda_memory,      gemm_record_cuda,
-        gemm_tune_cuda,   gemm_obey_cuda,
+        gemm_tune_cuda,   gemm_obey_cuda, cuda_range_push,      cuda_range_pop,
     };
     int devices = 0;
     cudaError_t status = cudaGetDeviceCount(&devices);

@@ -438,8 +438,11 @@ bool loss_group_queue(struct loss *loss, const struct backend *backend, struct s
         BUG("a group of %lld rows, planned for %lld", (long long)group->rows,
             (long long)o->group_rows);
     int64_t chunks = chunks_make(loss, backend, stream, group);
-    for (int64_t i = 0; i < chunks; i++)
+    for (int64_t i = 0; i < chunks; i++) {
+        backend->range_push("chunk");
         chunk_run(loss, backend, stream, group, &loss->chunks[i]);
+        backend->range_pop();
+    }
     bool scaled = group->dhidden != NULL && !weights_follow_losses(loss);
     for (int64_t i = 0; i < group->slot_count && scaled; i++)
         loss->h_scale[i] = group->slots[loss->order[i].slot].weight;

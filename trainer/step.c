@@ -268,7 +268,9 @@ static bool stopped(const struct step *step)
 
 static void group_backward(struct step *step, bool last)
 {
+    step->setup.backend->range_push("backward");
     dflash_group_backward(&step->dflash, step->setup.backend, step->stream, last);
+    step->setup.backend->range_pop();
     lap(step, STEP_BACKWARD);
 }
 
@@ -295,8 +297,10 @@ static void run_group(struct step *step, const struct row *row, int64_t first, i
     const struct backend *backend = s->backend;
     int64_t slots = slots_make(row, &step->layout, step->anchors + first, count, step->slots);
     const int32_t *wanted = list_wanted(step, slots); // a group without slots goes through whole
+    backend->range_push("forward");
     const void *hidden = dflash_group_forward(&step->dflash, backend, step->stream,
                                               step->anchors + first, count, wanted, slots);
+    backend->range_pop();
     lap(step, STEP_FORWARD);
     struct loss_group group = {.rows = wanted != NULL ? slots : count * s->sizes->block_size,
                                .by_slot = wanted != NULL,
@@ -308,7 +312,9 @@ static void run_group(struct step *step, const struct row *row, int64_t first, i
                                .slot_count = slots,
                                .dhidden = gradient ? dflash_group_gradient(&step->dflash) : NULL};
     int before = step->clock.unread; // laps that are over when the results are there
+    backend->range_push("loss");
     bool ready = loss_group_queue(&step->loss, backend, step->stream, &group);
+    backend->range_pop();
     lap(step, STEP_LOSS);
     if (gradient && ready)
         group_backward(step, last);
@@ -327,17 +333,22 @@ static int run_row(struct step *step, const struct row *row, int64_t count, bool
 {
     const struct step_setup *s = &step->setup;
     int64_t per_group = s->execution->group_rows / s->sizes->block_size;
-    const bf16 *features = step_stage_take(&step->stage, step->stream, row)->features;
     lap(step, STEP_BETWEEN);
+    const bf16 *features = step_stage_take(&step->stage, step->stream, row)->features;
+    lap(step, STEP_COPY);
+    s->backend->range_push("context");
     // Noise belongs to training: a row that is scored is seen as it is when serving.
     dflash_context_forward(&step->dflash, s->backend, step->stream, row, features, gradient,
                            (uint64_t)s->config->run.seed);
+    s->backend->range_pop();
     lap(step, STEP_FORWARD);
     for (int64_t first = 0; first < count; first += per_group) {
         if (stopped(step))
             return 1;
         int64_t blocks = count - first < per_group ? count - first : per_group;
+        s->backend->range_push("group");
         run_group(step, row, first, blocks, gradient, first + blocks >= count, metrics);
+        s->backend->range_pop();
     }
     return 0;
 }

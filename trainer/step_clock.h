@@ -11,6 +11,7 @@ enum step_part {
     STEP_BACKWARD,
     STEP_OPTIMIZER,
     STEP_EXCHANGE,
+    STEP_COPY,
     STEP_PARTS,
     STEP_BETWEEN
 };

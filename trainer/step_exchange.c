@@ -116,11 +116,13 @@ void step_exchange_begin(struct step *step)
 void step_exchange_gradients(struct step *step)
 {
     const struct step_setup *s = &step->setup;
+    s->backend->range_push("exchange");
     dflash_settle_gradients(&step->dflash, s->backend, step->stream);
     while (step->exchange.next_stage < dflash_gradient_stages(s->sizes->layers))
         give_stage(step, step->exchange.next_stage);
     ranks_mark(s->ranks, GRADIENT_MARK);
     wait_for(step, GRADIENT_MARK, STEP_BETWEEN);
+    s->backend->range_pop();
 }
 
 void step_exchange_weights(struct step *step, int part)

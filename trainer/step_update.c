@@ -138,8 +138,10 @@ void step_apply(struct step *step, double lr, int64_t applied_step, struct step_
     double clip = config->optimizer.grad_clip;
     if (clip > 0.0 && outcome->grad_norm > clip)
         outcome->clip_factor = clip / outcome->grad_norm;
+    step->setup.backend->range_push("update");
     update_all(step,
                &(struct update){lr, outcome->clip_factor / outcome->weight_sum, applied_step});
+    step->setup.backend->range_pop();
     outcome->applied = true;
     lap(step, STEP_OPTIMIZER); // read in the next step: nobody waits for the update
 }
