@@ -177,8 +177,9 @@ static void chunk_index(struct loss *loss, const struct loss_group *group,
         if (i == chunk->first || order[i].teacher_row != order[i - 1].teacher_row)
             loss->h_index[INDEX_POSITION * count + chunk->first + ++teacher] = order[i].teacher_row;
         loss->h_index[INDEX_ROW * count + i] =
-            group->by_slot ? order[i].slot
-                           : (int32_t)(slot->block * loss->options.block_size + slot->slot);
+            group->hidden_row != NULL
+                ? group->hidden_row[order[i].slot]
+                : (int32_t)(slot->block * loss->options.block_size + slot->slot);
         loss->h_index[INDEX_TEACHER * count + i] = teacher;
         loss->h_index[INDEX_LABEL * count + i] = slot->label;
     }

@@ -56,9 +56,9 @@ void loss_open(struct loss *loss, const struct backend *backend); // host memory
 void loss_close(struct loss *loss);
 
 struct loss_group {
-    int64_t rows;       // N block rows, block b at rows b * B ..
-    bool by_slot;       // instead: a row for each slot, in their order
-    const void *hidden; // [N, H] the drafter's output after its final norm
+    int64_t rows;              // N rows of hidden
+    const void *hidden;        // [N, H] the drafter's output after its final norm
+    const int32_t *hidden_row; // [slot_count] row of each slot; NULL: block * B + slot
     const bf16
         *last; // the row's last hidden states, as read: [T, H], last_stride apart; NULL: none
     int64_t last_stride;

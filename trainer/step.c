@@ -170,6 +170,9 @@ static void open_host(struct step *step)
     step->accepted = memory_alloc(tokens, sizeof(*step->accepted));
     step->slots = memory_alloc(rows, sizeof(*step->slots));
     step->wanted = memory_alloc(rows, sizeof(*step->wanted));
+    step->hidden_row = memory_alloc(rows, sizeof(*step->hidden_row));
+    for (size_t i = 0; i < rows; i++)
+        step->hidden_row[i] = (int32_t)i;
     step->h_squares = s->backend->host_alloc(s->params->count * sizeof(*step->h_squares));
     step->h_own_squares = s->backend->host_alloc(s->params->count * sizeof(*step->h_own_squares));
     slot_results_open(&step->results, s->execution->group_rows);
@@ -225,6 +228,7 @@ void step_close(struct step *step)
     free(step->accepted);
     free(step->slots);
     free(step->wanted);
+    free(step->hidden_row);
     if (step->h_squares != NULL)
         step->setup.backend->host_free(step->h_squares);
     if (step->h_own_squares != NULL)
@@ -303,8 +307,8 @@ static void run_group(struct step *step, const struct row *row, int64_t first, i
     backend->range_pop();
     lap(step, STEP_FORWARD);
     struct loss_group group = {.rows = wanted != NULL ? slots : count * s->sizes->block_size,
-                               .by_slot = wanted != NULL,
                                .hidden = hidden,
+                               .hidden_row = step->hidden_row,
                                .last = step_last_hidden(step, row),
                                .last_stride = row->features.stride,
                                .tokens = row->tokens,

@@ -70,6 +70,7 @@ struct step {
     int32_t *anchors, *accepted; // [seq_len] host
     struct slot *slots;          // [group_rows] host
     int32_t *wanted;             // [group_rows] host: block rows of the slots
+    int32_t *hidden_row;         // [group_rows] host: a slot's row is its index
     struct slot_results results;
     struct metrics metrics;               // since step_begin
     struct step_clock clock;              // since step_begin
