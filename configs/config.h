@@ -149,6 +149,11 @@ struct config_int_key {
 };
 int config_find_int(struct config *config, const char *name, struct config_int_key *key,
                     struct error *err);
+// "section.key" of any key, which may be given without its section where that is unique.
+enum { CONFIG_NAME_BYTES = 64 };
+int config_find_name(const char *name, char full[CONFIG_NAME_BYTES], struct error *err);
+// The part of "section.key" that is enough to name it: "key", or all of it.
+const char *config_short_name(const char *full);
 
 // `dtrain config`: every key with type, default, range, meaning and whether it may change on resume.
 void config_describe(FILE *out);

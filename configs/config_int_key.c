@@ -1,4 +1,4 @@
-// Owns the way to one key of whole numbers by its name, for commands that try other values of it.
+// Owns the way to one key by its name, for commands that try other values of it.
 #include <stdio.h>
 #include <string.h>
 
@@ -44,4 +44,20 @@ int config_find_int(struct config *config, const char *name, struct config_int_k
         .value = config_value(config, row), .minimum = row->min_int, .maximum = row->max_int};
     snprintf(key->name, sizeof(key->name), "%s.%s", row->section, row->name);
     return 0;
+}
+
+int config_find_name(const char *name, char full[CONFIG_NAME_BYTES], struct error *err)
+{
+    const struct config_key *row = find_key(name, err);
+    if (row == NULL)
+        return -1;
+    snprintf(full, CONFIG_NAME_BYTES, "%s.%s", row->section, row->name);
+    return 0;
+}
+
+const char *config_short_name(const char *full)
+{
+    const struct config_key *found[CONFIG_SECTION_COUNT];
+    const char *dot = strchr(full, '.');
+    return dot != NULL && config_keys_named(dot + 1, found) == 1 ? dot + 1 : full;
 }

@@ -1,55 +1,17 @@
-// Owns the run folder's lock, its files' opening and closing, and the cut of metrics.jsonl on resume.
+// Owns the opening and closing of a run folder's files, and the cut of metrics.jsonl on resume.
 // Does not own what a line of metrics says (report.c) or checkpoints.
 #include "trainer/run_folder.h"
 
 #include <cjson/cJSON.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
 #include <unistd.h>
 
 #include "base/log.h"
 #include "base/memory.h"
 #include "trainer/files.h"
-
-// ---- lock ----------------------------------------------------------------------------------------
-
-static int lock_taken(const char *path, int fd, struct error *err)
-{
-    char holder[320] = "";
-    ssize_t n = pread(fd, holder, sizeof(holder) - 1, 0);
-    holder[n > 0 ? n : 0] = '\0';
-    holder[strcspn(holder, "\n")] = '\0';
-    return error_set(err, "%s: the run folder is in use by %s", path,
-                     holder[0] != '\0' ? holder : "another process");
-}
-
-// The kernel drops the lock with its process, so a killed run leaves none behind.
-static int take_lock(struct run_folder *folder, struct error *err)
-{
-    char *path = memory_format("%s/lock", folder->path);
-    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
-    int result = 0;
-    if (fd < 0) {
-        result = error_set(err, "%s: can not create: %s", path, strerror(errno));
-    } else if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
-        result = errno == EWOULDBLOCK
-                     ? lock_taken(path, fd, err)
-                     : error_set(err, "%s: can not lock: %s", path, strerror(errno));
-        close(fd);
-    } else {
-        char host[256] = "";
-        gethostname(host, sizeof(host) - 1);
-        folder->lock_fd = fd;
-        // Who holds it is a courtesy to others: the lock counts without it.
-        if (ftruncate(fd, 0) != 0 || dprintf(fd, "process %ld on %s\n", (long)getpid(), host) < 0)
-            log_warn("%s: writing failed: %s", path, strerror(errno));
-    }
-    free(path);
-    return result;
-}
+#include "trainer/folder_lock.h"
 
 // ---- opening and closing -------------------------------------------------------------------------
 
@@ -64,7 +26,8 @@ int run_folder_open(struct run_folder *folder, const char *path, struct error *e
 {
     run_folder_name(folder, path);
     folder->terminal = isatty(STDERR_FILENO) == 1;
-    if (files_make_folder(folder->checkpoints, err) != 0 || take_lock(folder, err) != 0)
+    if (files_make_folder(folder->checkpoints, err) != 0 ||
+        folder_lock_take(path, "run folder", &folder->lock_fd, err) != 0)
         return -1;
     char *log = memory_format("%s/log.txt", path);
     int result = 0;
