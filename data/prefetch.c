@@ -47,8 +47,9 @@ struct prefetch {
     int reader_count;       // started
     int readers_running;
     bool stopping;
-    bool halted;       // a row failed: nothing more is planned
-    uint64_t progress; // grows with every document and every epoch's packing
+    bool stopped, left_behind; // what prefetch_stop came to; its caller's
+    bool halted;               // a row failed: nothing more is planned
+    uint64_t progress;         // grows with every document and every epoch's packing
     int64_t skipped;
     struct error stall; // "" while all is well
     bool given_up;      // stop() ended a wait
@@ -326,9 +327,11 @@ static struct timespec seconds_from_now(double seconds)
 }
 
 // False: some reader did not come back in time.
-static bool stop_readers(struct prefetch *prefetch)
+static bool await_readers(struct prefetch *prefetch)
 {
-    struct timespec limit = seconds_from_now(fmin(prefetch->options.stall_seconds, 600.0));
+    const struct prefetch_options *options = &prefetch->options;
+    double patience = options->stop_seconds > 0.0 ? options->stop_seconds : options->stall_seconds;
+    struct timespec limit = seconds_from_now(fmin(patience, 600.0));
     pthread_mutex_lock(&prefetch->lock);
     prefetch->stopping = true;
     pthread_cond_broadcast(&prefetch->changed);
@@ -337,24 +340,37 @@ static bool stop_readers(struct prefetch *prefetch)
     int code = 0;
     // After a stall nobody waits another full period for the same reader, nor after a stop.
     if (prefetch->stall.text[0] != '\0' || prefetch->given_up)
-        limit = seconds_from_now(1.0);
+        limit = seconds_from_now(fmin(patience, 1.0));
     while (prefetch->readers_running > 0 && code != ETIMEDOUT)
         code = pthread_cond_timedwait(&prefetch->changed, &prefetch->lock, &limit);
-    bool stopped = prefetch->readers_running == 0;
+    bool ended = prefetch->readers_running == 0;
     pthread_mutex_unlock(&prefetch->lock);
-    return stopped;
+    return ended;
 }
 
-void prefetch_close(struct prefetch *prefetch)
+bool prefetch_stop(struct prefetch *prefetch)
 {
-    if (prefetch == NULL)
-        return;
-    if (!stop_readers(prefetch)) {
+    if (prefetch == NULL || prefetch->stopped)
+        return true;
+    if (prefetch->left_behind)
+        return false;
+    if (!await_readers(prefetch)) {
         log_warn("a reader of shards does not come back; it is left behind");
-        return;
+        prefetch->left_behind = true;
+        return false;
     }
     for (int i = 0; i < prefetch->reader_count; i++)
         pthread_join(prefetch->readers[i].thread, NULL);
+    prefetch->stopped = true;
+    return true;
+}
+
+bool prefetch_close(struct prefetch *prefetch)
+{
+    if (!prefetch_stop(prefetch))
+        return false;
+    if (prefetch == NULL)
+        return true;
     for (int64_t i = 0; i < prefetch->place_count; i++)
         row_close(&prefetch->places[i].row, prefetch->options.host_free);
     if (prefetch->packed)
@@ -364,6 +380,7 @@ void prefetch_close(struct prefetch *prefetch)
     free(prefetch->places);
     free(prefetch->readers);
     free(prefetch);
+    return true;
 }
 
 // ---- the step's side --------------------------------------------------------------------------------

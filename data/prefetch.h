@@ -14,6 +14,7 @@ struct prefetch_options {
     int on_bad_sample;
     int64_t seq_len;
     double stall_seconds;        // how long no progress is borne; 0: 600
+    double stop_seconds;         // how long prefetch_stop waits for a reader; 0: stall_seconds
     void *(*host_alloc)(size_t); // NULL: malloc
     void (*host_free)(void *);
     // Asked while prefetch_next waits; true: give up. NULL: never.
@@ -30,8 +31,12 @@ int prefetch_open(struct prefetch **prefetch, struct source *source,
                   const struct prefetch_options *options, prefetch_epoch_fn *epoch_packing,
                   void *context, uint64_t first_epoch, int64_t first_row, uint64_t epoch_count,
                   struct error *err);
-// At any moment. A reader that is stuck in the kernel is left behind with its memory after a while.
-void prefetch_close(struct prefetch *prefetch);
+// Ends the reading, at any moment; rows that are lent stay as they are. False: a reader that is stuck in the
+// kernel is left behind, so all that it may still use has to stay: the source, its documents, and the
+// context of the packings. NULL: nothing to do.
+bool prefetch_stop(struct prefetch *prefetch);
+// Stops what still reads and frees the rows. False as in prefetch_stop: the rows stay, too.
+bool prefetch_close(struct prefetch *prefetch);
 
 // Next row: 1 and *row (borrowed until prefetch_return), 0 at the end of all epochs, 2 when stop() said
 // so while waiting, -1 on a bad sample with `fail` or an unreadable file (err). *wait_seconds: how long the caller was kept waiting.

@@ -96,7 +96,7 @@ static void made_open(struct made_source *made, size_t count, int32_t longest)
     made->documents.planes = PLANES;
     made->documents.hidden_size = HIDDEN;
     made->documents.features = feature_layout_make(PLANES, true, HIDDEN, false);
-    made->source = (struct source){&made_ops, &made->documents, false};
+    made->source = (struct source){.ops = &made_ops, .documents = &made->documents};
     free(lengths);
 }
 
@@ -422,6 +422,54 @@ static void test_close_at_any_moment(void **state)
     made_close(&made);
 }
 
+// Rows that are lent stay when the reading has ended.
+static void test_stop_keeps_lent_rows(void **state)
+{
+    (void)state;
+    struct made_source made;
+    struct packing packing;
+    struct row *row;
+    struct error err = {""};
+    double wait;
+    made_open(&made, DOCUMENTS, SEQ_LEN);
+    packing_make(&packing, &made.documents, SEQ_LEN, made.seed, 0, true);
+    struct prefetch_options options = options_of(3, 3);
+    struct prefetch *prefetch = open_made(&made, &options, 0, 0, 2);
+    assert_int_equal(prefetch_next(prefetch, &row, &wait, &err), 1);
+    assert_true(prefetch_stop(prefetch));
+    unsigned long long reads = atomic_load(&made.reads);
+    check_row(row, &made, &packing, 0, -1);
+    usleep(20 * 1000);
+    assert_true(atomic_load(&made.reads) == reads);
+    assert_true(prefetch_stop(prefetch));
+    assert_true(prefetch_close(prefetch));
+    assert_true(prefetch_stop(NULL) && prefetch_close(NULL));
+    packing_release(&packing);
+    made_close(&made);
+}
+
+static struct made_source *stuck_source; // never freed, nor what is read from it
+static struct prefetch *stuck_prefetch;
+
+// A reader that does not come back is left behind, with all that it may use.
+static void test_stuck_reader_is_left_behind(void **state)
+{
+    (void)state;
+    struct made_source *made = stuck_source = memory_alloc(1, sizeof(*made));
+    made_open(made, 1, SEQ_LEN);
+    made->stuck = 0;
+    struct prefetch_options options = options_of(1, 1);
+    options.stop_seconds = 0.1;
+    stuck_prefetch = open_made(made, &options, 0, 0, 1);
+    while (atomic_load(&made->reads) == 0)
+        usleep(1000);
+    double start = timer_now();
+    assert_false(prefetch_stop(stuck_prefetch));
+    assert_false(prefetch_close(stuck_prefetch));
+    assert_true(timer_now() - start < 30.0); // stall_seconds is 60
+    atomic_store(&made->released, 1);        // it writes into its row and ends
+}
+
 struct counted {
     atomic_int open;
     atomic_int total;
@@ -611,6 +659,8 @@ int main(void)
         cmocka_unit_test(test_stall_is_an_error),
         cmocka_unit_test(test_stop_ends_a_wait),
         cmocka_unit_test(test_close_at_any_moment),
+        cmocka_unit_test(test_stop_keeps_lent_rows),
+        cmocka_unit_test(test_stuck_reader_is_left_behind),
         cmocka_unit_test(test_memory_stays_flat),
         cmocka_unit_test(test_shards),
         cmocka_unit_test(test_bad_values_in_shards),

@@ -85,6 +85,8 @@ void checkpoint_writer_conclude(struct checkpoint_writer *writer, bool all_writt
 void checkpoint_writer_failed(struct checkpoint_writer *writer, const char *text);
 // Waits for the last write. Returns -1 with the error of the newest write if that one failed.
 int checkpoint_writer_wait(struct checkpoint_writer *writer, struct error *err);
-void checkpoint_writer_close(struct checkpoint_writer *writer);
+// False: a write does not end, and its thread is left behind; all that the writer was opened with has to stay.
+// NULL: nothing to do.
+bool checkpoint_writer_close(struct checkpoint_writer *writer);
 
 #endif

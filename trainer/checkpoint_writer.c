@@ -303,14 +303,16 @@ int checkpoint_writer_wait(struct checkpoint_writer *writer, struct error *err)
     return writer->result == 0 ? 0 : error_set(err, "%s", writer->err.text);
 }
 
-void checkpoint_writer_close(struct checkpoint_writer *writer)
+bool checkpoint_writer_close(struct checkpoint_writer *writer)
 {
+    if (writer == NULL)
+        return true;
     // A part that is still being written when a run on several ranks ends is of no use any more.
     double patience = is_shared(writer) ? PART_SECONDS : WAIT_SECONDS;
     if (is_at_work(checkpoint_writer_phase(writer, patience))) {
         log_error("%s: a checkpoint is still being written; it stays incomplete",
                   writer->directory);
-        return; // its thread still uses the snapshot
+        return false; // its thread still uses the snapshot
     }
     pthread_mutex_lock(&writer->lock);
     writer->quit = true;
@@ -324,4 +326,5 @@ void checkpoint_writer_close(struct checkpoint_writer *writer)
     free(writer->begun);
     free(writer->directory);
     free(writer);
+    return true;
 }

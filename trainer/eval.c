@@ -68,7 +68,7 @@ static int load_weights(const struct session *session, const struct options *opt
 }
 
 static int evaluate(const struct options *options, struct session *session, struct step *step,
-                    struct error *err)
+                    struct validation **validation, struct error *err)
 {
     struct metrics metrics = {0};
     struct walk walk = {0};
@@ -76,12 +76,10 @@ static int evaluate(const struct options *options, struct session *session, stru
     if (options->blocks != NULL && (blocks = fopen(options->blocks, "we")) == NULL)
         return error_set(err, "--blocks %s: %s", options->blocks, strerror(errno));
     step->stop = signals_stop;
-    struct validation *validation = NULL;
-    int status = validation_open(&validation, session, step, options->rows, err);
+    int status = validation_open(validation, session, step, options->rows, err);
     if (status == 0)
-        status = validation_run(validation, step, &metrics, &walk,
+        status = validation_run(*validation, step, &metrics, &walk,
                                 blocks != NULL ? write_block : NULL, blocks, err);
-    validation_close(validation);
     if (blocks != NULL && fclose(blocks) != 0 && status == 0)
         status = error_set(err, "--blocks %s: %s", options->blocks, strerror(errno));
     if (status == 1)
@@ -96,6 +94,7 @@ int command_eval(const struct options *options)
     struct config config;
     struct session session = {0};
     struct step step = {0};
+    struct validation *validation = NULL;
     struct error err = {0};
     int status = EXIT_REFUSED;
     config_init(&config);
@@ -113,12 +112,14 @@ int command_eval(const struct options *options)
         goto out;
     status = EXIT_FAILED;
     if (load_weights(&session, options, &step, &err) == 0 &&
-        evaluate(options, &session, &step, &err) == 0)
+        evaluate(options, &session, &step, &validation, &err) == 0)
         status = EXIT_DONE;
 out:
     if (status != EXIT_DONE)
         log_error("%s", err.text);
-    step_close(&step);
+    step_close(&step); // ends copies from rows that validation frees
+    if (!validation_close(validation))
+        return status; // a reader that is left behind may use what is left
     session_close(&session);
     config_release(&config);
     return status;

@@ -51,6 +51,7 @@ struct run {
 // From the config to a run that is ready for its first step. Every fault is a refusal (status 2)
 // unless *status says otherwise.
 int run_open(struct run *run, int *status, struct error *err);
+// Frees the run, too, unless a thread that does not come back is left behind with it.
 void run_close(struct run *run);
 // For who waits on behalf of a run: true once a signal came, to whichever rank. context: the run.
 bool run_stop(void *context);

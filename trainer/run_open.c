@@ -1,4 +1,5 @@
 // Owns the opening and closing of a run: what it continues, what memory it may take, its readers.
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/log.h"
@@ -59,6 +60,7 @@ static int open_prefetch(struct run *run, struct error *err)
                                        .threads = (int)config->data.readers,
                                        .on_bad_sample = config->data.on_bad_sample,
                                        .seq_len = config->data.seq_len,
+                                       .stop_seconds = session_stop_seconds(&run->session),
                                        .host_alloc = run->session.backend->host_alloc,
                                        .host_free = run->session.backend->host_free,
                                        .stop = run_stop,
@@ -317,19 +319,23 @@ int run_open(struct run *run, int *status, struct error *err)
 
 void run_close(struct run *run)
 {
+    // Readers share the session and log; their rows stay until step_close has ended copies from them.
+    bool ended = validation_stop(run->validation);
+    ended = prefetch_stop(run->prefetch) && ended;
     ranks_close(run->ranks);
-    step_close(&run->step); // ends copies from rows that prefetch frees
-    validation_close(run->validation);
-    if (run->prefetch != NULL)
-        prefetch_close(run->prefetch);
-    source_close(run->source);
-    run_spool_close(run->spool);
-    if (run->writer != NULL)
-        checkpoint_writer_close(run->writer);
+    step_close(&run->step);
+    ended = checkpoint_writer_close(run->writer) && ended;
     run_folder_close(&run->folder);
     release_close(&run->release);
+    if (!ended)
+        return; // the process ends; until then a thread that is left behind may use all that is left
+    validation_close(run->validation);
+    prefetch_close(run->prefetch);
+    source_close(run->source);
+    run_spool_close(run->spool);
     session_close(&run->session);
     config_release(&run->config);
     session_steps_release(&run->steps);
     row_shares_release(&run->shares);
+    free(run);
 }

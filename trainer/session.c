@@ -207,6 +207,8 @@ int session_join(struct session *session, struct ranks *ranks, struct error *err
     if (ranks_connect(ranks, session->backend, err) != 0)
         return -1;
     session->ranks = ranks;
+    session->rank = ranks_rank(ranks);
+    session->rank_count = ranks_size(ranks);
     session->execution.world_size = ranks_size(ranks);
     ownership_open(&session->ownership, &session->params, ranks_size(ranks), ranks_rank(ranks));
     int64_t local = ranks_local(ranks) + 1;
@@ -217,12 +219,18 @@ int session_join(struct session *session, struct ranks *ranks, struct error *err
 
 int session_ranks(const struct session *session)
 {
-    return session->ranks != NULL ? ranks_size(session->ranks) : 1;
+    return session->ranks != NULL ? session->rank_count : 1;
 }
 
 int session_rank(const struct session *session)
 {
-    return session->ranks != NULL ? ranks_rank(session->ranks) : 0;
+    return session->ranks != NULL ? session->rank : 0;
+}
+
+double session_stop_seconds(const struct session *session)
+{
+    // The other ranks wait for this one, at most parallel.timeout, while it ends two kinds of readers.
+    return session_ranks(session) > 1 ? (double)session->config->parallel.timeout / 4.0 : 0.0;
 }
 
 void session_close(struct session *session)

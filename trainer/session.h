@@ -25,7 +25,8 @@ struct session {
     struct execution execution;
     const char *target_name; // for exports
     // after session_join; without it this process is alone
-    struct ranks *ranks; // borrowed
+    struct ranks *ranks; // borrowed; readers do not touch it
+    int rank, rank_count;
     struct ownership ownership;
     int local_ranks; // on the machine that has most of them; 0: not joined
 };
@@ -63,6 +64,8 @@ struct step_setup session_step_setup(const struct session *session, bool trainin
 
 // All rows of a training epoch.
 void session_pack_epoch(const struct session *session, uint64_t epoch, struct packing *packing);
+// How long the end of a run waits for a reader that is stuck; 0: as long as for one that makes no progress.
+double session_stop_seconds(const struct session *session);
 // Which rank computes which of them.
 void session_share_rows(const struct session *session, const struct packing *packing,
                         struct row_shares *shares);

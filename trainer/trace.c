@@ -65,7 +65,8 @@ struct trace {
     float *grads;
     struct step_outcome outcome;
     double lr;
-    float decay; // of matrices
+    float decay;      // of matrices
+    bool left_behind; // a reader is, and may use the session
 };
 
 static void column_add(struct column *column, const void *element)
@@ -318,9 +319,8 @@ static int run_rows(struct trace *trace, struct error *err)
             prefetch_return(prefetch, row);
         }
     }
-    if (prefetch != NULL)
-        prefetch_close(prefetch);
-    if (source != NULL)
+    trace->left_behind = !prefetch_close(prefetch);
+    if (!trace->left_behind)
         source_close(source);
     return status < 0 ? -1 : 0;
 }
@@ -406,6 +406,8 @@ static void close_trace(struct trace *trace)
     model_state_close(&trace->after);
     step_close(&trace->step);
     release_close(&trace->release);
+    if (trace->left_behind)
+        return;
     session_close(&trace->session);
     config_release(&trace->config);
 }

@@ -2,6 +2,7 @@
 #include <stdio.h>
 
 #include "base/log.h"
+#include "base/memory.h"
 #include "base/timer.h"
 #include "trainer/run.h"
 #include "trainer/signals.h"
@@ -121,28 +122,29 @@ static void tell_failure(struct run *run, int status, const struct error *err)
 
 int command_train(const struct options *options)
 {
-    struct run run = {.options = options, .folder = {.lock_fd = -1}, .shares_epoch = -1};
+    struct run *run = memory_alloc(1, sizeof(*run)); // run_close frees it
     struct error err = {0};
     int status;
-    run.times.begin = timer_now();
-    config_init(&run.config);
+    *run = (struct run){.options = options, .folder = {.lock_fd = -1}, .shares_epoch = -1};
+    run->times.begin = timer_now();
+    config_init(&run->config);
     signals_install();
-    if (run_open(&run, &status, &err) == 0) {
-        run_describe_start(&run);
-        status = loop(&run, &err);
-        run_report_memory(&run);
-        if (status != EXIT_FAILED && run_finish_saving(&run, &err) != 0)
+    if (run_open(run, &status, &err) == 0) {
+        run_describe_start(run);
+        status = loop(run, &err);
+        run_report_memory(run);
+        if (status != EXIT_FAILED && run_finish_saving(run, &err) != 0)
             status = EXIT_FAILED;
         // Only now: a run that is killed before its last checkpoint is complete goes back.
-        if (status == EXIT_DONE && run.spool != NULL)
-            run_spool_finish(run.spool);
+        if (status == EXIT_DONE && run->spool != NULL)
+            run_spool_finish(run->spool);
     }
     log_status_line(NULL);
     if (status == EXIT_DONE)
-        log_info("done: %lld steps; results are in %s", (long long)run.counters.step,
-                 run.config.run.dir);
+        log_info("done: %lld steps; results are in %s", (long long)run->counters.step,
+                 run->config.run.dir);
     else if (err.text[0] != '\0')
-        tell_failure(&run, status, &err);
-    run_close(&run);
+        tell_failure(run, status, &err);
+    run_close(run);
     return status;
 }
