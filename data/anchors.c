@@ -26,8 +26,68 @@ static int64_t predicted_offset(const struct block_layout *layout, int64_t k)
     return layout->predict_from_anchor ? k + 1 : k;
 }
 
+// ---- EAGLE-3 -------------------------------------------------------------------------------------
+
+// Whether slot i of anchor a counts; with MASK_INDEX_SERVED, if all slots before it do.
+static bool ttt_is_scored(const struct row *row, const struct block_layout *layout, int64_t anchor,
+                          int64_t i)
+{
+    static const int64_t behind_anchor[] = {[MASK_INDEX_SERVED] = 1,
+                                            [MASK_INDEX_LABEL] = 1,
+                                            [MASK_INDEX_INPUT] = 0,
+                                            [MASK_INDEX_FEATURE] = -1};
+    int64_t end = document_end(row, (int32_t)anchor);
+    int64_t masked = anchor + i + behind_anchor[layout->mask_index];
+    bool served = layout->mask_index == MASK_INDEX_SERVED;
+    return anchor + i < end && masked < end && row->loss_mask[masked] != 0 &&
+           (!served || row->loss_mask[anchor] != 0);
+}
+
+// The first slot from `i` on that has weight; block_size: none.
+static int64_t ttt_next(const struct row *row, const struct block_layout *layout, int32_t anchor,
+                        int64_t i, float *weight)
+{
+    for (; i < layout->block_size; i++) {
+        bool scored = ttt_is_scored(row, layout, anchor, i);
+        *weight = (float)pow(layout->ttt_decay_base, (double)i);
+        if (scored && *weight > 0.0f) // a small base underflows
+            return i;
+        if (layout->mask_index == MASK_INDEX_SERVED)
+            break;
+    }
+    return layout->block_size;
+}
+
+static bool ttt_anchor_is_valid(const struct row *row, const struct block_layout *layout,
+                                int32_t anchor)
+{
+    float weight;
+    return row->positions[anchor] > 0 &&
+           ttt_next(row, layout, anchor, 0, &weight) < layout->block_size;
+}
+
+// Slots of block b in order, onto `slots`. Returns their number.
+static int64_t ttt_slots(const struct row *row, const struct block_layout *layout, int32_t anchor,
+                         int64_t b, struct slot *slots)
+{
+    int64_t made = 0, end = document_end(row, anchor);
+    float weight;
+    for (int64_t i = ttt_next(row, layout, anchor, 0, &weight); i < layout->block_size;
+         i = ttt_next(row, layout, anchor, i + 1, &weight)) {
+        int64_t label = anchor + 1 + i;
+        slots[made++] =
+            (struct slot){(int32_t)b, (int32_t)i, label < end ? row->input_ids[label] : -1,
+                          (int32_t)(anchor + i), weight};
+    }
+    return made;
+}
+
+// ---- which anchors -------------------------------------------------------------------------------
+
 bool anchor_is_valid(const struct row *row, const struct block_layout *layout, int32_t position)
 {
+    if (layout->eagle3)
+        return ttt_anchor_is_valid(row, layout, position);
     int64_t end = document_end(row, position);
     if (position + 1 >= end || row->loss_mask[position] == 0 || row->loss_mask[position + 1] == 0)
         return false;
@@ -160,6 +220,10 @@ int64_t slots_make(const struct row *row, const struct block_layout *layout, con
 {
     int64_t made = 0, first = layout->predict_from_anchor ? 0 : 1;
     for (int64_t b = 0; b < count; b++) {
+        if (layout->eagle3) {
+            made += ttt_slots(row, layout, anchors[b], b, slots + made);
+            continue;
+        }
         int64_t end = document_end(row, anchors[b]);
         for (int64_t k = first; k < layout->block_size; k++) {
             int64_t predicted = anchors[b] + predicted_offset(layout, k);
@@ -189,4 +253,14 @@ void context_range(const struct row *row, int32_t anchor, int64_t k, int64_t win
     }
     *begin = (int32_t)(first < anchor ? first : anchor);
     *end = anchor;
+}
+
+void context_range_ttt(const struct row *row, int32_t t, int64_t i, int64_t window, int32_t *begin,
+                       int32_t *end)
+{
+    int64_t first = row->doc_offsets[row->doc_of[t]];
+    if (window > 0 && t + i - window + 1 > first)
+        first = t + i - window + 1;
+    *begin = (int32_t)(first < t + 1 ? first : t + 1);
+    *end = t + 1;
 }

@@ -25,7 +25,7 @@ static void count_slot(struct metrics *sum, const struct slot *slot,
     double weight = (double)results->weight[i];
     sum->loss += weight * (double)results->loss[i];
     sum->weight += weight;
-    sum->slots += 1.0;
+    sum->slots += results->weight[i] != 0.0f;
     sum->overlap += (double)results->overlap[i];
     for (int t = 0; t < LOSS_TERM_COUNT && results->terms != NULL; t++)
         sum->terms[t] += weight * (double)results->terms[i * LOSS_TERM_COUNT + t];
@@ -34,31 +34,24 @@ static void count_slot(struct metrics *sum, const struct slot *slot,
         sum->correct[slot->slot] += 1.0;
 }
 
-// First slot that is predicted: 0 only exists when blocks predict from the anchor, and there every
-// block with a valid anchor has it.
-static int32_t first_slot(const struct slot *slots, int64_t count)
-{
-    for (int64_t i = 0; i < count; i++) {
-        if (slots[i].slot == 0)
-            return 0;
-    }
-    return 1;
-}
-
-void metrics_count_slots(struct metrics *sum, const struct slot *slots, int64_t count,
-                         const struct slot_results *results, int64_t blocks, int32_t *accepted)
+void metrics_count_slots(struct metrics *sum, int32_t first, const struct slot *slots,
+                         int64_t count, const struct slot_results *results, int64_t blocks,
+                         int32_t *accepted)
 {
     if (accepted != NULL)
         memset(accepted, 0, (size_t)blocks * sizeof(*accepted));
-    int32_t first = first_slot(slots, count);
     for (int64_t i = 0; i < count;) {
         int32_t block = slots[i].block, agreed = 0;
         BUG_UNLESS(block >= 0 && block < blocks);
         for (; i < count && slots[i].block == block; i++) {
-            BUG_UNLESS(slots[i].slot >= 0 && slots[i].slot < METRICS_MAX_BLOCK);
+            int32_t k = slots[i].slot;
+            BUG_UNLESS(k >= 0 && k < METRICS_MAX_BLOCK);
             count_slot(sum, &slots[i], results, i);
-            bool next = slots[i].slot == first + agreed;
-            agreed += next && results->student_argmax[i] == results->teacher_argmax[i];
+            bool reached = k == first + agreed;
+            bool agrees = reached && results->student_argmax[i] == results->teacher_argmax[i];
+            sum->reached[k] += reached;
+            sum->agreed[k] += agrees;
+            agreed += agrees;
         }
         sum->blocks += 1.0;
         sum->accepted += (double)agreed;
@@ -83,9 +76,22 @@ double metrics_accuracy(const struct metrics *sum, int k)
     return sum->scored[k] > 0.0 ? sum->correct[k] / sum->scored[k] : (double)NAN;
 }
 
+double metrics_conditional(const struct metrics *sum, int k)
+{
+    return sum->reached[k] > 0.0 ? sum->agreed[k] / sum->reached[k] : (double)NAN;
+}
+
+double metrics_overlap(const struct metrics *sum)
+{
+    double scored = 0.0;
+    for (int k = 0; k < METRICS_MAX_BLOCK; k++)
+        scored += sum->scored[k];
+    return scored > 0.0 ? sum->overlap / scored : (double)NAN;
+}
+
 double metrics_eal_marginal(const struct metrics *sum)
 {
-    if (!(sum->slots > 0.0))
+    if (!(sum->blocks > 0.0))
         return (double)NAN;
     double total = 0.0, product = 1.0;
     for (int k = sum->scored[0] > 0.0 ? 0 : 1; k < METRICS_MAX_BLOCK && sum->scored[k] > 0.0; k++) {

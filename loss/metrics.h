@@ -13,30 +13,38 @@ enum { METRICS_MAX_BLOCK = 64 };
 struct metrics {
     double loss;                       // sum of weight * loss
     double weight;                     // sum of weights
-    double slots;                      // slots of nonzero weight
+    double slots;                      // slots of nonzero weight as applied
     double terms[LOSS_TERM_COUNT];     // sum of weight * term, for terms of nonzero weight
-    double overlap;                    // sum over slots
+    double overlap;                    // sum over scored slots
     double blocks;                     // blocks with at least one scored slot
     double accepted;                   // sum over blocks of leading slots that agree
     double correct[METRICS_MAX_BLOCK]; // per slot k: student argmax = teacher argmax
     double scored[METRICS_MAX_BLOCK];  // per slot k
+    double
+        reached[METRICS_MAX_BLOCK]; // per slot k: scored, and all predicted slots before it agreed
+    double agreed[METRICS_MAX_BLOCK]; // per slot k: reached, and it agreed as well
     double tokens, supervised, anchors, valid_anchors, rows, bad_documents;
     double covered; // supervised positions predicted by at least one slot
 };
 
 // What the loss found for each slot of a slots_make list, in its order (host memory).
 struct slot_results {
-    float *weight; // as applied: exp, uniform or dpace
-    float *loss;   // the configured mixture
-    float *terms;  // [S, LOSS_TERM_COUNT]
+    float *
+        weight; // as applied: exp, uniform, dpace or ttt_decay_base; 0: masked by the teacher's argmax
+    float *loss;  // the configured mixture
+    float *terms; // [S, LOSS_TERM_COUNT]
+    // With a draft vocabulary teacher_lse is over the kept tokens, overlap and teacher_argmax are against
+    // the whole vocabulary.
     float *student_lse, *teacher_lse, *overlap;
-    int32_t *student_argmax, *teacher_argmax;
+    int32_t *student_argmax, *teacher_argmax; // target ids
 };
 
 void metrics_add(struct metrics *sum, const struct metrics *other);
-// Adds the slots of `blocks` blocks. accepted[block] (may be NULL) receives the leading slots that agree.
-void metrics_count_slots(struct metrics *sum, const struct slot *slots, int64_t count,
-                         const struct slot_results *results, int64_t blocks, int32_t *accepted);
+// Adds the slots of `blocks` blocks. first: the first slot that is predicted, 0 or 1. accepted[block]
+// (may be NULL) receives the leading slots that agree.
+void metrics_count_slots(struct metrics *sum, int32_t first, const struct slot *slots,
+                         int64_t count, const struct slot_results *results, int64_t blocks,
+                         int32_t *accepted);
 
 // Derived numbers.
 double metrics_loss(const struct metrics *sum,
@@ -44,6 +52,9 @@ double metrics_loss(const struct metrics *sum,
 double metrics_accept_len(const struct metrics *sum);      // 1 + leading agreements, mean of blocks
 double metrics_eal_marginal(const struct metrics *sum);    // sum of products of acc[1..k], no bonus
 double metrics_accuracy(const struct metrics *sum, int k); // NAN where nothing was scored
+double metrics_conditional(const struct metrics *sum,
+                           int k);                 // accuracy of the slots that were reached
+double metrics_overlap(const struct metrics *sum); // mean of scored slots
 
 // The walk: real decoding jumps over what it accepts.
 struct walk {

@@ -27,13 +27,15 @@ static bool next_run(const struct row *row, int32_t from, struct run *run)
 }
 
 // Decoding stays in its document, so a chain ends with its run even where the next position starts
-// another document's run.
+// another document's run. A document's first token is passed over where it is no anchor: there are
+// drafters that need a token before it.
 static void walk_run(const struct row *row, const struct run *run, const int32_t *anchors,
                      const int32_t *accepted, int64_t count, int64_t drafts, double *blocks,
                      double *tokens, walk_block_fn *visit, void *context)
 {
     int64_t i = run->first_anchor;
-    for (int32_t a = run->begin; a < run->end;) {
+    bool skipped = row->positions[run->begin] == 0 && (i == count || anchors[i] != run->begin);
+    for (int32_t a = run->begin + skipped; a < run->end;) {
         while (i < count && anchors[i] < a)
             i++;
         if (i == count || anchors[i] != a)

@@ -289,6 +289,172 @@ static void test_definitions(void **state)
     }
 }
 
+// ---- EAGLE-3 ----------------------------------------------------------------------------------------
+
+static struct block_layout ttt_layout(int64_t steps, int mask_index, double base)
+{
+    return (struct block_layout){.block_size = steps,
+                                 .predict_from_anchor = true,
+                                 .tail = TAIL_WHOLE, // of DFlash: not read
+                                 .eagle3 = true,
+                                 .mask_index = mask_index,
+                                 .ttt_decay_base = base};
+}
+
+// Positions        0123456789, supervised 4 5 6 8 9, the document ends with 9. Position t = 3 has the
+// anchor 4: ttt_step i is matched with teacher row 4+i and label x[5+i].
+static void test_ttt_masks(void **state)
+{
+    (void)state;
+    struct row row;
+    open_one(&row, 10);
+    static const uint8_t mask[] = {0, 0, 0, 0, 1, 1, 1, 0, 1, 1};
+    memcpy(row.loss_mask, mask, sizeof(mask));
+    static const struct {
+        int mask_index, anchor;
+        int slots[6], count;
+    } cases[] = {
+        {MASK_INDEX_SERVED, 4, {0, 1}, 2},         // labels 5, 6; 7 is not supervised
+        {MASK_INDEX_SERVED, 3, {0}, 0},            // x3 itself was not generated
+        {MASK_INDEX_SERVED, 6, {0}, 0},            // its first label is 7
+        {MASK_INDEX_SERVED, 8, {0}, 1},            // label 9; the next one is beyond the document
+        {MASK_INDEX_SERVED, 9, {0}, 0},            // no label at all
+        {MASK_INDEX_LABEL, 4, {0, 1, 3, 4}, 4},    // labels 5 6 8 9
+        {MASK_INDEX_LABEL, 2, {1, 2, 3, 5}, 4},    // labels 4 5 6 8
+        {MASK_INDEX_LABEL, 9, {0}, 0},             // its label is beyond
+        {MASK_INDEX_INPUT, 4, {0, 1, 2, 4, 5}, 5}, // inputs 4 5 6 8 9; the last one has no label
+        {MASK_INDEX_INPUT, 9, {0}, 1},             // teacher row 9, no label
+        {MASK_INDEX_FEATURE, 4, {1, 2, 3, 5}, 4},  // features 4 5 6 8, teacher rows 5 6 7 9
+        {MASK_INDEX_FEATURE, 9, {0}, 1},           // feature 8, teacher row 9
+        {MASK_INDEX_FEATURE, 1, {4, 5}, 2},        // features 4 5
+    };
+    for (size_t c = 0; c < sizeof(cases) / sizeof(*cases); c++) {
+        struct block_layout layout = ttt_layout(6, cases[c].mask_index, 0.5);
+        struct slot slots[6];
+        int32_t anchor = cases[c].anchor;
+        assert_int_equal(anchor_is_valid(&row, &layout, anchor), cases[c].count > 0);
+        assert_int_equal(slots_make(&row, &layout, &anchor, 1, slots), cases[c].count);
+        for (int s = 0; s < cases[c].count; s++) {
+            int i = cases[c].slots[s];
+            assert_int_equal(slots[s].slot, i);
+            assert_int_equal(slots[s].teacher_row, anchor + i);
+            assert_int_equal(slots[s].label, anchor + 1 + i < 10 ? anchor + 1 + i : -1);
+            assert_true(slots[s].weight == (float)pow(0.5, i));
+        }
+    }
+    row_close(&row, NULL);
+}
+
+// A document's first token can not be an anchor: no feature precedes it.
+static void test_ttt_needs_a_token_before(void **state)
+{
+    (void)state;
+    struct row row;
+    static const int32_t lengths[] = {4, 1, 4};
+    test_row_open(&row, lengths, 3, 1, 1);
+    struct block_layout layout = ttt_layout(3, MASK_INDEX_SERVED, 0.8);
+    int32_t anchors[9];
+    static const int32_t wanted[] = {1, 2, 6, 7};
+    assert_int_equal(anchors_all(&row, &layout, anchors), 4);
+    assert_memory_equal(anchors, wanted, sizeof(wanted));
+    row_close(&row, NULL);
+}
+
+static void test_ttt_weights(void **state)
+{
+    (void)state;
+    struct row row;
+    open_one(&row, 12);
+    int32_t anchor = 3;
+    struct slot slots[7];
+    struct block_layout layout = ttt_layout(7, MASK_INDEX_SERVED, 1.0);
+    assert_int_equal(slots_make(&row, &layout, &anchor, 1, slots), 7);
+    for (int i = 0; i < 7; i++)
+        assert_true(slots[i].weight == 1.0f);
+    layout.ttt_decay_base = 0.8;
+    assert_int_equal(slots_make(&row, &layout, &anchor, 1, slots), 7);
+    for (int i = 0; i < 7; i++)
+        assert_true(slots[i].weight == (float)pow(0.8, i));
+    layout.ttt_decay_base = 0.0; // only the first step counts
+    assert_int_equal(slots_make(&row, &layout, &anchor, 1, slots), 1);
+    layout.ttt_decay_base = 1e-10; // below what fp32 holds from the sixth step on
+    assert_int_equal(slots_make(&row, &layout, &anchor, 1, slots), 5);
+    row_close(&row, NULL);
+}
+
+// By the definition of position t: mask index, label and teacher row.
+static bool naive_ttt(const struct random_case *c, const struct block_layout *layout, int64_t t,
+                      int64_t i)
+{
+    if (t < 0 || naive_document(c, t + 1 + i) != naive_document(c, t))
+        return false;
+    if (layout->mask_index == MASK_INDEX_FEATURE)
+        return naive_supervised(c, t, t + i);
+    if (layout->mask_index == MASK_INDEX_INPUT)
+        return naive_supervised(c, t, t + 1 + i);
+    if (layout->mask_index == MASK_INDEX_LABEL)
+        return naive_supervised(c, t, t + 2 + i);
+    bool all = true;
+    for (int64_t j = t + 1; j <= t + 2 + i; j++)
+        all = all && naive_supervised(c, t, j);
+    return all;
+}
+
+static void check_ttt_ranges(const struct random_case *c, int32_t t, int64_t i)
+{
+    for (int64_t window = 0; window < 12; window += 3) {
+        int32_t begin, end;
+        context_range_ttt(&c->row, t, i, window, &begin, &end);
+        for (int64_t kv = 0; kv < c->row.tokens; kv++) {
+            bool sees = kv <= t && naive_document(c, kv) == naive_document(c, t) &&
+                        (window == 0 || kv > t + i - window);
+            assert_int_equal(sees, kv >= begin && kv < end);
+        }
+    }
+}
+
+static void test_ttt_definitions(void **state)
+{
+    (void)state;
+    struct rng_key key = rng_key_make(8, 0, 0, RNG_TEST);
+    uint64_t counter = 0;
+    for (int trial = 0; trial < 400; trial++) {
+        struct random_case c;
+        random_case_open(&c, key, &counter);
+        struct block_layout layout =
+            ttt_layout(1 + random_below(key, &counter, 7), trial % 4, trial & 4 ? 0.8 : 1.0);
+        int32_t all[256];
+        struct slot slots[256 * 7];
+        assert_true(c.row.tokens <= 256);
+        int64_t count = anchors_all(&c.row, &layout, all), block = 0, next = 0;
+        int64_t made = slots_make(&c.row, &layout, all, count, slots);
+        for (int32_t t = -1; t < c.row.tokens - 1; t++) {
+            bool any = false;
+            for (int64_t i = 0; i < layout.block_size; i++) {
+                if (!naive_ttt(&c, &layout, t, i))
+                    continue;
+                any = true;
+                assert_true(block < count && all[block] == t + 1 && next < made);
+                const struct slot *slot = &slots[next++];
+                bool labelled = naive_document(&c, t + 2 + i) == naive_document(&c, t);
+                assert_int_equal(slot->block, block);
+                assert_int_equal(slot->slot, i);
+                assert_int_equal(slot->teacher_row, t + 1 + i);
+                assert_int_equal(slot->label, labelled ? t + 2 + i : -1); // ids are positions
+                assert_true(fabs((double)slot->weight - pow(layout.ttt_decay_base, (double)i)) <=
+                            1e-7);
+            }
+            assert_int_equal(anchor_is_valid(&c.row, &layout, t + 1), any);
+            block += any;
+            if (t >= 0)
+                check_ttt_ranges(&c, t, random_below(key, &counter, 7));
+        }
+        assert_int_equal(next, made);
+        assert_int_equal(block, count);
+        row_close(&c.row, NULL);
+    }
+}
+
 // ---- drawing ----------------------------------------------------------------------------------------
 
 static uint64_t naive_key(const struct random_case *c, uint64_t seed, int64_t t)
@@ -444,6 +610,10 @@ int main(void)
         cmocka_unit_test(test_fewer_candidates_than_wanted),
         cmocka_unit_test(test_no_slot_of_weight_zero),
         cmocka_unit_test(test_definitions),
+        cmocka_unit_test(test_ttt_masks),
+        cmocka_unit_test(test_ttt_needs_a_token_before),
+        cmocka_unit_test(test_ttt_weights),
+        cmocka_unit_test(test_ttt_definitions),
         cmocka_unit_test(test_draw_takes_smallest_keys),
         cmocka_unit_test(test_draw_is_uniform),
         cmocka_unit_test(test_per_document_ignores_packing),

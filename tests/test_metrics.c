@@ -39,7 +39,7 @@ static void add(struct made *made, int32_t block, int32_t slot, bool agrees)
     made->student[i] = agrees ? 9 : 8;
 }
 
-static struct metrics count(struct made *made, int64_t blocks, int32_t *accepted)
+static struct metrics count(struct made *made, int32_t first, int64_t blocks, int32_t *accepted)
 {
     struct metrics sum = {0};
     struct slot_results results = {.weight = made->weight,
@@ -47,7 +47,7 @@ static struct metrics count(struct made *made, int64_t blocks, int32_t *accepted
                                    .overlap = made->overlap,
                                    .student_argmax = made->student,
                                    .teacher_argmax = made->teacher};
-    metrics_count_slots(&sum, made->slots, made->count, &results, blocks, accepted);
+    metrics_count_slots(&sum, first, made->slots, made->count, &results, blocks, accepted);
     return sum;
 }
 
@@ -65,7 +65,7 @@ static void agreement_ends_at_the_first_mismatch_or_gap(void **state)
     add(&made, 4, 2, true);
     add(&made, 4, 3, true);
     int32_t accepted[6] = {7, 7, 7, 7, 7, 7};
-    struct metrics sum = count(&made, 6, accepted);
+    struct metrics sum = count(&made, 1, 6, accepted);
     static const int32_t wanted[] = {1, 1, 0, 0, 3, 0};
     assert_memory_equal(accepted, wanted, sizeof(wanted));
     assert_true(sum.blocks == 4.0 && sum.accepted == 5.0 && sum.slots == 9.0);
@@ -90,20 +90,76 @@ static void from_the_anchor_slot_0_is_the_first(void **state)
     add(&made, 1, 0, false);
     add(&made, 1, 1, true);
     int32_t accepted[2];
-    struct metrics sum = count(&made, 2, accepted);
+    struct metrics sum = count(&made, 0, 2, accepted);
     assert_int_equal(accepted[0], 2);
     assert_int_equal(accepted[1], 0);
     assert_true(metrics_eal_marginal(&sum) == 0.5 + 0.5 * 1.0);
+}
+
+// EAGLE-3 with other masks than serving's: a block may lack slot 0 even where no other block has it.
+static void a_block_without_its_first_slot_accepts_nothing(void **state)
+{
+    (void)state;
+    struct made made = {0};
+    add(&made, 0, 1, true);
+    add(&made, 0, 2, true);
+    int32_t accepted[1];
+    struct metrics sum = count(&made, 0, 1, accepted);
+    assert_int_equal(accepted[0], 0);
+    assert_true(metrics_accept_len(&sum) == 1.0);
+    assert_true(isnan(metrics_conditional(&sum, 1)));
+}
+
+static void conditional_accuracy_is_of_what_was_reached(void **state)
+{
+    (void)state;
+    struct made made = {0};
+    add(&made, 0, 0, true);
+    add(&made, 0, 1, true);
+    add(&made, 0, 2, false);
+    add(&made, 1, 0, true);
+    add(&made, 1, 1, false);
+    add(&made, 1, 2, true); // behind a mismatch: not reached
+    add(&made, 2, 0, false);
+    add(&made, 2, 1, true);
+    add(&made, 3, 0, true);
+    add(&made, 3, 2, true); // behind a gap
+    struct metrics sum = count(&made, 0, 4, NULL);
+    assert_true(metrics_conditional(&sum, 0) == 3.0 / 4.0);
+    assert_true(metrics_conditional(&sum, 1) == 1.0 / 2.0);
+    assert_true(metrics_conditional(&sum, 2) == 0.0);
+    assert_true(isnan(metrics_conditional(&sum, 3)));
+    assert_true(metrics_accuracy(&sum, 2) == 2.0 / 3.0);
+    assert_true(sum.accepted == sum.agreed[0] + sum.agreed[1] + sum.agreed[2]);
+}
+
+// A teacher argmax outside the draft vocabulary: a rejection, and nothing of the loss.
+static void a_masked_slot_is_a_rejection_alone(void **state)
+{
+    (void)state;
+    struct made made = {0};
+    add(&made, 0, 0, true);
+    add(&made, 0, 1, false);
+    add(&made, 0, 2, true);
+    made.weight[1] = 0.0f;
+    int32_t accepted[1];
+    struct metrics sum = count(&made, 0, 1, accepted);
+    assert_int_equal(accepted[0], 1);
+    assert_true(sum.slots == 2.0 && sum.weight == 1.0 && sum.loss == 0.5 * (1.0 + 3.0));
+    assert_true(metrics_accuracy(&sum, 1) == 0.0 && metrics_conditional(&sum, 1) == 0.0);
+    assert_true(metrics_loss(&sum, NORMALIZE_COUNT) == 1.0);
+    assert_true(metrics_overlap(&sum) == 0.25); // serving meets it too
 }
 
 static void nothing_scored_is_no_number(void **state)
 {
     (void)state;
     struct made made = {0};
-    struct metrics sum = count(&made, 0, NULL);
+    struct metrics sum = count(&made, 1, 0, NULL);
     assert_true(metrics_loss(&sum, NORMALIZE_WEIGHTED) == 0.0);
     assert_true(isnan(metrics_accept_len(&sum)));
     assert_true(isnan(metrics_eal_marginal(&sum)));
+    assert_true(isnan(metrics_overlap(&sum)));
 }
 
 static void sums_of_parts_are_the_sum(void **state)
@@ -116,11 +172,11 @@ static void sums_of_parts_are_the_sum(void **state)
     add(&both, 0, 1, true);
     add(&both, 1, 1, false);
     add(&both, 1, 2, true);
-    struct metrics a = count(&first, 1, NULL), b = count(&second, 1, NULL);
+    struct metrics a = count(&first, 1, 1, NULL), b = count(&second, 1, 1, NULL);
     a.covered = 3.0;
     b.covered = 4.0;
     metrics_add(&a, &b);
-    struct metrics whole = count(&both, 2, NULL);
+    struct metrics whole = count(&both, 1, 2, NULL);
     assert_true(a.accepted == whole.accepted && a.blocks == whole.blocks);
     assert_memory_equal(a.correct, whole.correct, sizeof(a.correct));
     assert_memory_equal(a.scored, whole.scored, sizeof(a.scored));
@@ -153,6 +209,9 @@ static struct metrics count_recorded(const struct safetensors *file, int64_t tot
     const int32_t *teacher = bytes_of(file, "slots.teacher_argmax");
     struct metrics sum = {0};
     struct made made;
+    int32_t first = 1;
+    for (int64_t i = 0; i < total; i++)
+        first = slot[i] < first ? slot[i] : first;
     for (int64_t begin = 0; begin < total;) {
         made.count = 0; // parts end at block borders and at row borders, as groups do
         int64_t i = begin;
@@ -171,7 +230,7 @@ static struct metrics count_recorded(const struct safetensors *file, int64_t tot
                 made.teacher[made.count++] = teacher[i];
             }
         }
-        struct metrics part = count(&made, MANY_BLOCKS, NULL);
+        struct metrics part = count(&made, first, MANY_BLOCKS, NULL);
         metrics_add(&sum, &part);
         begin = i;
     }
@@ -335,6 +394,28 @@ static void walk_does_not_cross_documents(void **state)
     assert_true(walk.blocks == 3.0 && walk.tokens == 9.0); // 0, 3, 6
 }
 
+// EAGLE-3 needs a token before the anchor: a document that is supervised from its first token on.
+static void walk_starts_at_the_second_token_where_the_first_is_no_anchor(void **state)
+{
+    (void)state;
+    struct walk_case c;
+    make_row(&c, "ssss|.sss");
+    // anchors 0 1 2, 5 6 without the first
+    assert_int_equal(c.count, 5);
+    struct walk walk = {0};
+    struct visits visits = {0};
+    for (int64_t i = 0; i < c.count; i++)
+        c.accepted[i] = 1;
+    walk_row(&walk, &c.row, c.anchors + 1, c.accepted + 1, c.count - 1, 7, record, &visits);
+    static const int32_t positions[] = {1, 1}; // each takes two tokens: the next would be no anchor
+    assert_int_equal(visits.count, 2);
+    assert_memory_equal(visits.position, positions, sizeof(positions));
+    // In the middle of a document, what is no anchor still ends the chain.
+    memset(&walk, 0, sizeof(walk));
+    walk_row(&walk, &c.row, c.anchors + 4, c.accepted + 4, 1, 7, NULL, NULL);
+    assert_true(walk.blocks == 0.0);
+}
+
 static void a_row_without_anchors_walks_nowhere(void **state)
 {
     (void)state;
@@ -410,11 +491,15 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(agreement_ends_at_the_first_mismatch_or_gap),
         cmocka_unit_test(from_the_anchor_slot_0_is_the_first),
+        cmocka_unit_test(a_block_without_its_first_slot_accepts_nothing),
+        cmocka_unit_test(conditional_accuracy_is_of_what_was_reached),
+        cmocka_unit_test(a_masked_slot_is_a_rejection_alone),
         cmocka_unit_test(nothing_scored_is_no_number),
         cmocka_unit_test(sums_of_parts_are_the_sum),
         cmocka_unit_test(recorded_steps_give_the_recorded_numbers),
         cmocka_unit_test(walk_visits_what_decoding_visits),
         cmocka_unit_test(walk_does_not_cross_documents),
+        cmocka_unit_test(walk_starts_at_the_second_token_where_the_first_is_no_anchor),
         cmocka_unit_test(a_row_without_anchors_walks_nowhere),
         cmocka_unit_test(random_rows_walk_as_decoding_by_hand),
     };

@@ -326,7 +326,8 @@ static void run_group(struct step *step, const struct row *row, int64_t first, i
     step_clock_read(&step->clock, backend, step->stream, step->clock.unread - before);
     if (gradient && !ready)
         group_backward(step, last);
-    metrics_count_slots(metrics, step->slots, slots, &step->results, count, step->accepted + first);
+    metrics_count_slots(metrics, step->layout.predict_from_anchor ? 0 : 1, step->slots, slots,
+                        &step->results, count, step->accepted + first);
     if (step->observer != NULL)
         step->observer->group(step->observer->context, first, step->slots, slots, &step->results);
 }
