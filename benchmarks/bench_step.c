@@ -179,7 +179,7 @@ static void open_step(struct bench *b)
     }
     if (drafter_sizes_resolve(&b->sizes, &b->config.drafter, &b->target, ids, FEATURES, &err) != 0)
         fail(&err);
-    dflash_params(&b->sizes, &b->params);
+    drafter_params(&b->sizes, &b->params);
     ownership_open(&b->ownership, &b->params, ranks_size(b->ranks), ranks_rank(b->ranks));
     if (execution_choose(&b->execution, &b->config, &b->sizes, b->on.backend, &err) != 0)
         fail(&err);
@@ -346,7 +346,7 @@ static double time_alone(struct bench *b, void (*exchange)(struct bench *b))
 static void print_exchange(struct bench *b)
 {
     double elements = (double)b->params.trainable;
-    double bytes = (double)dtype_size(b->step.dflash.options.compute);
+    double bytes = (double)dtype_size(b->step.drafter.options.compute);
     if (ranks_size(b->ranks) == 1)
         return;
     double reduce = time_alone(b, reduce_all), broadcast = time_alone(b, broadcast_all);

@@ -11,56 +11,16 @@
 #ifndef DRAFTER_DFLASH_H
 #define DRAFTER_DFLASH_H
 
-#include "drafter/drafter_sizes.h"
-#include "data/row.h"
-#include "kernels/kernels.h"
-
-// What backward computes again instead of keeping.
-enum recompute_level {
-    RECOMPUTE_LEVEL_NONE,  // nothing
-    RECOMPUTE_LEVEL_CHEAP, // norm outputs, MLP activations and the features as fc reads them
-    RECOMPUTE_LEVEL_LAYER, // everything but each layer's input
-};
-
-struct dflash_options {
-    const struct drafter_sizes *sizes;
-    const struct params *params;
-    enum dtype compute;
-    int64_t max_tokens;                // most tokens of a row
-    int64_t group_rows;                // most block rows of a group, a multiple of the block size
-    struct feature_layout features;    // as read
-    int32_t plane[DRAFTER_MAX_LAYERS]; // plane of each captured layer
-    enum recompute_level recompute;
-    bool training;         // false: no gradients, one layer's activations
-    enum noise_kind noise; // of noisy context
-    float noise_std;
-    float embed_scale;
-    const void *weights; // [params->elements] compute dtype, backend memory: matrices are read here
-    const float *norms;  // fp32, backend memory: norms are read here, each at its offset
-    bool norms_packed;   // at its norm_offset instead
-    float *grads;        // [params->elements] fp32, added to; NULL when not training
-    const void *embed;   // [embed_rows, H] compute dtype, frozen
-    int64_t embed_rows;
-};
+#include "drafter/drafter_options.h"
 
 struct dflash_layer; // one layer's weights, gradients and kept activations
 
-// For who exchanges weights and gradients with others while the passes run.
-struct dflash_hooks {
-    void *context;
-    // What is queued from now on reads the weights of a part (struct param). Called for every row and group.
-    void (*weights_needed)(void *context, int part);
-    // In a row's last group: what is queued so far completes the row's gradients of a stage. In this order:
-    // stage 0 is norm, 1 the last layer, ..., layers + 1 fc and hidden_norm.
-    void (*gradients_final)(void *context, int stage);
-};
-
 struct dflash {
-    struct dflash_options options;
+    struct drafter_options options;
     struct dflash_layer *layers; // [sizes->layers]
     struct dflash_buffers *buffers;
-    const struct dflash_hooks *hooks; // NULL: none; to be set after planning
-    const struct row *row;            // between context_forward and the last group
+    const struct drafter_hooks *hooks; // NULL: none; to be set after planning
+    const struct row *row;             // between context_forward and the last group
     const bf16 *features;
     enum noise_kind noise; // of the row
     const void *fc_in;     // [T, L * H], rows fc_stride elements apart
@@ -74,12 +34,13 @@ struct dflash {
     int32_t *h_index;              // [6, group_rows] inputs of a group
 };
 
-// The stage of the backward pass that completes a part's gradients, and how many there are.
+// The stage of the backward pass that completes a part's gradients, and how many there are: stage 0 is norm,
+// 1 the last layer, ..., layers + 1 fc and hidden_norm.
 int dflash_gradient_stage(int64_t layers, int part);
 int dflash_gradient_stages(int64_t layers);
 
 // Asks the arena for backend memory. Called twice (base/memory.h); dflash_close frees host memory.
-void dflash_plan(struct dflash *dflash, const struct dflash_options *options, struct arena *arena);
+void dflash_plan(struct dflash *dflash, const struct drafter_options *options, struct arena *arena);
 // The rest of it: what holds nothing from dflash_group_forward's return to dflash_group_backward's call,
 // so that the loss may have the same memory. After dflash_plan.
 void dflash_plan_scratch(struct dflash *dflash, struct arena *arena);

@@ -103,7 +103,7 @@ struct attention dflash_attention(const struct dflash *d, int64_t l)
 
 void dflash_load_context(struct dflash *d, const struct backend *backend, struct stream *stream)
 {
-    const struct dflash_options *o = &d->options;
+    const struct drafter_options *o = &d->options;
     struct dflash_buffers *b = d->buffers;
     d->fc_in = dflash_reads_features(o) ? (const void *)d->features : b->context_in;
     if (dflash_reads_features(o))
@@ -155,7 +155,7 @@ static void row_inputs(struct dflash *d, const struct backend *backend, struct s
 
 void dflash_noise(const struct dflash *d, const struct row *row, uint64_t seed, float *out)
 {
-    const struct dflash_options *o = &d->options;
+    const struct drafter_options *o = &d->options;
     int64_t layers = o->sizes->features, hidden = o->sizes->hidden;
     for (int64_t document = 0; document < row->documents; document++) {
         struct rng_key key = rng_key_make(seed, row->epoch, row->doc_ids[document], RNG_NOISE);
@@ -173,7 +173,7 @@ void dflash_noise(const struct dflash *d, const struct row *row, uint64_t seed, 
 void dflash_context_forward(struct dflash *d, const struct backend *backend, struct stream *stream,
                             const struct row *row, const bf16 *features, bool noisy, uint64_t seed)
 {
-    const struct dflash_options *o = &d->options;
+    const struct drafter_options *o = &d->options;
     const struct drafter_sizes *s = o->sizes;
     struct dflash_buffers *b = d->buffers;
     int64_t t = row->tokens, kv = s->kv_heads * s->head_dim;
@@ -357,7 +357,7 @@ const void *dflash_group_forward(struct dflash *d, const struct backend *backend
                                  struct stream *stream, const int32_t *anchors, int64_t count,
                                  const int32_t *wanted, int64_t wanted_count)
 {
-    const struct dflash_options *o = &d->options;
+    const struct drafter_options *o = &d->options;
     const struct drafter_sizes *s = o->sizes;
     struct dflash_buffers *b = d->buffers;
     int64_t n = count * s->block_size;

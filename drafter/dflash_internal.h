@@ -85,7 +85,7 @@ const void *dflash_attention_behind(const struct dflash *d, const struct backend
                                     struct stream *stream, int64_t l);
 
 // Whether the level keeps what is cheap to compute again.
-bool dflash_keeps_cheap(const struct dflash_options *options);
+bool dflash_keeps_cheap(const struct drafter_options *options);
 
 // Pointer `elements` into an array of dtype.
 const void *dflash_at(const void *base, enum dtype type, int64_t elements);
@@ -93,7 +93,7 @@ void *dflash_at_mutable(void *base, enum dtype type, int64_t elements);
 
 // Whether the features are what fc reads as they are: the first planes in order, bf16 (both), no noise.
 // (Those of bad documents are zeros already.)
-bool dflash_reads_features(const struct dflash_options *options);
+bool dflash_reads_features(const struct drafter_options *options);
 // Makes fc_in from the row's features, and the noise keys, positions and blanks on the backend.
 void dflash_load_context(struct dflash *d, const struct backend *backend, struct stream *stream);
 // out[rows, weight.rows] = in[rows, weight.columns] weight^T (+ add)

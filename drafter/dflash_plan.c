@@ -16,12 +16,12 @@ void *dflash_at_mutable(void *base, enum dtype type, int64_t elements)
     return (unsigned char *)base + (size_t)elements * dtype_size(type);
 }
 
-bool dflash_keeps_cheap(const struct dflash_options *options)
+bool dflash_keeps_cheap(const struct drafter_options *options)
 {
     return options->training && options->recompute == RECOMPUTE_LEVEL_NONE;
 }
 
-bool dflash_reads_features(const struct dflash_options *options)
+bool dflash_reads_features(const struct drafter_options *options)
 {
     bool in_order = true;
     for (int64_t l = 0; l < options->sizes->features; l++)
@@ -31,18 +31,18 @@ bool dflash_reads_features(const struct dflash_options *options)
 }
 
 // Elements between rows of what fc reads.
-static int64_t fc_stride(const struct dflash_options *options)
+static int64_t fc_stride(const struct drafter_options *options)
 {
     return dflash_reads_features(options) ? options->features.stride
                                           : options->sizes->features * options->sizes->hidden;
 }
 
-static int64_t norm_offset(const struct dflash_options *o, const struct param *param)
+static int64_t norm_offset(const struct drafter_options *o, const struct param *param)
 {
     return o->norms_packed ? param->norm_offset : param->offset;
 }
 
-static struct dflash_tensor find(const struct dflash_options *o, const char *name)
+static struct dflash_tensor find(const struct drafter_options *o, const char *name)
 {
     const struct param *param = params_find(o->params, name);
     if (param == NULL)
@@ -56,7 +56,7 @@ static struct dflash_tensor find(const struct dflash_options *o, const char *nam
     };
 }
 
-static struct dflash_tensor find_in_layer(const struct dflash_options *o, int64_t layer,
+static struct dflash_tensor find_in_layer(const struct drafter_options *o, int64_t layer,
                                           const char *name)
 {
     char full[96];
@@ -64,7 +64,7 @@ static struct dflash_tensor find_in_layer(const struct dflash_options *o, int64_
     return find(o, full);
 }
 
-static void bind_layer(struct dflash_layer *layer, const struct dflash_options *o, int64_t l)
+static void bind_layer(struct dflash_layer *layer, const struct drafter_options *o, int64_t l)
 {
     const struct drafter_sizes *s = o->sizes;
     layer->sliding = s->sliding[l];
@@ -95,7 +95,7 @@ static void *take(struct arena *arena, const char *group, int64_t l, const char 
 
 static void plan_context(struct dflash *d, struct arena *arena)
 {
-    const struct dflash_options *o = &d->options;
+    const struct drafter_options *o = &d->options;
     const struct drafter_sizes *s = o->sizes;
     struct dflash_buffers *b = d->buffers;
     int64_t t = o->max_tokens, h = s->hidden, kv = s->kv_heads * s->head_dim;
@@ -124,7 +124,7 @@ static void plan_context(struct dflash *d, struct arena *arena)
 // Of the context, what no group's loss lies between.
 static void plan_context_scratch(struct dflash *d, struct arena *arena)
 {
-    const struct dflash_options *o = &d->options;
+    const struct drafter_options *o = &d->options;
     const struct drafter_sizes *s = o->sizes;
     struct dflash_buffers *b = d->buffers;
     int64_t t = o->max_tokens, h = s->hidden, kv = s->kv_heads * s->head_dim;
@@ -148,7 +148,7 @@ static void plan_context_scratch(struct dflash *d, struct arena *arena)
 // The kept ones, or the scratch.
 static void plan_layers(struct dflash *d, struct arena *arena, bool scratch)
 {
-    const struct dflash_options *o = &d->options;
+    const struct drafter_options *o = &d->options;
     const struct drafter_sizes *s = o->sizes;
     int64_t n = o->group_rows, h = s->hidden, q = s->heads * s->head_dim;
     int64_t kv = s->kv_heads * s->head_dim;
@@ -174,7 +174,7 @@ static void plan_layers(struct dflash *d, struct arena *arena, bool scratch)
 
 static void plan_group(struct dflash *d, struct arena *arena)
 {
-    const struct dflash_options *o = &d->options;
+    const struct drafter_options *o = &d->options;
     struct dflash_buffers *b = d->buffers;
     int64_t n = o->group_rows, h = o->sizes->hidden;
     const char *group = "activations";
@@ -192,7 +192,7 @@ static void plan_group(struct dflash *d, struct arena *arena)
 
 static void plan_backward(struct dflash *d, struct arena *arena)
 {
-    const struct dflash_options *o = &d->options;
+    const struct drafter_options *o = &d->options;
     const struct drafter_sizes *s = o->sizes;
     struct dflash_buffers *b = d->buffers;
     int64_t n = o->group_rows, h = s->hidden, q = s->heads * s->head_dim;
@@ -214,18 +214,18 @@ static void plan_backward(struct dflash *d, struct arena *arena)
 // What training has in the place of a gradient.
 static void plan_scoring(struct dflash *d, struct arena *arena)
 {
-    const struct dflash_options *o = &d->options;
+    const struct drafter_options *o = &d->options;
     d->buffers->picked = take(arena, "activations", -1, "picked", o->compute, o->group_rows,
                               o->sizes->heads * o->sizes->head_dim);
 }
 
-void dflash_plan(struct dflash *d, const struct dflash_options *options, struct arena *arena)
+void dflash_plan(struct dflash *d, const struct drafter_options *options, struct arena *arena)
 {
     BUG_UNLESS(options->group_rows % options->sizes->block_size == 0);
     *d = (struct dflash){.options = *options, .fc_stride = fc_stride(options)};
     d->layers = memory_alloc((size_t)options->sizes->layers, sizeof(*d->layers));
     d->buffers = memory_alloc(1, sizeof(*d->buffers));
-    const struct dflash_options *o = &d->options;
+    const struct drafter_options *o = &d->options;
     d->buffers->fc = find(o, "fc.weight");
     d->buffers->hidden_norm = find(o, "hidden_norm.weight");
     d->buffers->norm = find(o, "norm.weight");

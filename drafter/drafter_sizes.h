@@ -37,7 +37,9 @@ struct drafter_sizes {
 int drafter_sizes_resolve(struct drafter_sizes *sizes, const struct drafter_config *config,
                           const struct target *target, const int64_t *layer_ids, int64_t features,
                           struct error *err);
-// The trainable tensors, z-lab names: fc, hidden_norm, layers.*, norm. Their parts are numbered in the
+// The trainable tensors, by the names of the layout that servers read, and their parts (struct param).
+void drafter_params(const struct drafter_sizes *sizes, struct params *params);
+// Of DFlash, z-lab names: fc, hidden_norm, layers.*, norm. Their parts are numbered in the
 // order in which a row's forward pass reads them first: fc and hidden_norm; of each layer what makes the
 // context's keys and values; the rest of each layer; norm.
 void dflash_params(const struct drafter_sizes *sizes, struct params *params);

@@ -199,7 +199,7 @@ static bool all_zero(const float *values, int64_t begin, int64_t end, int64_t wi
 static void check_context_gradients(const struct step_fixture *f, const struct row *row,
                                     int64_t first, int64_t anchor)
 {
-    const struct dflash *d = &f->step.dflash;
+    const struct dflash *d = &f->step.drafter.dflash;
     int64_t t = row->tokens, kv = f->sizes.kv_heads * f->sizes.head_dim;
     for (int64_t l = 0; l <= f->sizes.layers; l++) {
         const float *gradient[2] = {d->buffers->dcontext_rows, d->buffers->dcontext};
@@ -307,7 +307,7 @@ static double loss_of_teacher(struct step_fixture *f, const struct row *row, int
                                .tokens = row->tokens,
                                .slots = step->slots,
                                .slot_count = count,
-                               .dhidden = dflash_group_gradient(&step->dflash)};
+                               .dhidden = dflash_group_gradient(&step->drafter.dflash)};
     loss_group_run(&step->loss, step->setup.backend, step->stream, &group, &step->results);
     double most = 0.0;
     for (int64_t s = 0; s < count; s++)
@@ -378,7 +378,7 @@ static void few_candidates_cost_little(void **state)
     assert_int_equal(rows.student, 5 + 4 + 3 + 2 + 1);
     assert_int_equal(rows.gradient, rows.student);
     assert_int_equal(rows.teacher, 5);
-    assert_int_equal(f.step.dflash.blocks, 5);
+    assert_int_equal(f.step.drafter.dflash.blocks, 5);
     row_close(&row, NULL);
     step_fixture_release(&f);
 }
@@ -493,7 +493,7 @@ static void noise_is_of_training_and_of_context_only(void **state)
     // What a trace writes down is what was added.
     size_t values = (size_t)(row.tokens * f.sizes.features * f.sizes.hidden);
     float *noise = memory_alloc(values, sizeof(*noise));
-    dflash_noise(&f.step.dflash, &row, (uint64_t)f.config.run.seed, noise);
+    dflash_noise(&f.step.drafter.dflash, &row, (uint64_t)f.config.run.seed, noise);
     step_fixture_force_noise(noise);
     step_fixture_run(&f, &row, anchors, COUNT(anchors));
     step_fixture_compare(&f, f.step.grads, gradient, 1e-6, "noise as traced");

@@ -248,7 +248,7 @@ static struct params make_params(int64_t layers, struct drafter_sizes *sizes)
     resolve(sizes, &config.drafter);
     config_release(&config);
     struct params params = {0};
-    dflash_params(sizes, &params);
+    drafter_params(sizes, &params);
     return params;
 }
 

@@ -28,7 +28,7 @@ static void make_params(struct params *params)
                                         .head_dim = 6,
                                         .intermediate = 100};
     *params = (struct params){.count = 0};
-    dflash_params(&sizes, params);
+    drafter_params(&sizes, params);
 }
 
 static void tensors_have_one_owner(void **state)

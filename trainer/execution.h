@@ -7,7 +7,7 @@
 
 #include "base/error.h"
 #include "configs/config.h"
-#include "drafter/dflash.h"
+#include "drafter/drafter_sizes.h"
 #include "kernels/gemm_algorithms.h"
 
 struct execution {

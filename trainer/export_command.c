@@ -159,7 +159,7 @@ static int open_drafter(struct source *source, struct error *err)
         drafter_sizes_resolve(&source->sizes, &source->config.drafter, &source->target, ids, count,
                               err) != 0)
         return -1;
-    dflash_params(&source->sizes, &source->params);
+    drafter_params(&source->sizes, &source->params);
     const struct release_wanted wanted = {&source->sizes, &source->params, &source->target, NULL};
     if (release_open(&source->release, request->checkpoint, &wanted, err) != 0)
         return error_prefix(err, "the target is not the one of this checkpoint");

@@ -134,7 +134,7 @@ int plan_make(struct plan *plan, const struct plan_subject *subject, const struc
     if (drafter_sizes_resolve(&plan->sizes, &config->drafter, subject->target, subject->layer_ids,
                               subject->features, err) != 0)
         return -1;
-    dflash_params(&plan->sizes, &plan->params);
+    drafter_params(&plan->sizes, &plan->params);
     if (execution_choose(&plan->execution, config, &plan->sizes, subject->backend, err) != 0)
         return -1;
     plan->execution.world_size = subject->ranks;

@@ -194,7 +194,7 @@ int session_open_model(struct session *session, struct error *err)
     if (drafter_sizes_resolve(&session->sizes, &config->drafter, &session->target, ids,
                               session->features, err) != 0)
         return -1;
-    dflash_params(&session->sizes, &session->params);
+    drafter_params(&session->sizes, &session->params);
     session->target_name =
         config->target.name != NULL ? config->target.name : documents->target_model;
     if (choose_backend(session, err) != 0)

@@ -91,7 +91,7 @@ static void plan_model(struct step *step, struct arena *arena)
     const struct step_setup *s = &step->setup;
     const struct config *config = s->config;
     const struct target *t = s->target;
-    struct dflash_options drafter = {
+    struct drafter_options drafter = {
         .sizes = s->sizes,
         .params = s->params,
         .compute = compute_type(s),
@@ -113,7 +113,7 @@ static void plan_model(struct step *step, struct arena *arena)
         .embed_rows = t->embed.rows,
     };
     memcpy(drafter.plane, s->plane, (size_t)s->sizes->features * sizeof(*s->plane));
-    dflash_plan(&step->dflash, &drafter, arena);
+    drafter_plan(&step->drafter, &drafter, arena);
     struct loss_options loss = {
         .config = &config->loss,
         .hidden = t->hidden_size,
@@ -134,7 +134,7 @@ static void plan_model(struct step *step, struct arena *arena)
     // The loss runs between a group's forward and backward pass and leaves nothing but the gradient of
     // the hidden states: it shares memory with what only these passes use.
     arena_union_begin(arena, "passes or loss");
-    dflash_plan_scratch(&step->dflash, arena);
+    drafter_plan_scratch(&step->drafter, arena);
     arena_union_next(arena);
     loss_plan(&step->loss, &loss, arena);
     arena_union_end(arena);
@@ -151,7 +151,7 @@ void step_plan(struct arena *arena, const struct step_setup *setup)
 {
     struct step step = {.setup = *setup};
     plan_pass(&step, arena);
-    dflash_close(&step.dflash);
+    drafter_close(&step.drafter);
 }
 
 static void open_host(struct step *step)
@@ -169,10 +169,7 @@ static void open_host(struct step *step)
     step->anchors = memory_alloc(tokens, sizeof(*step->anchors));
     step->accepted = memory_alloc(tokens, sizeof(*step->accepted));
     step->slots = memory_alloc(rows, sizeof(*step->slots));
-    step->wanted = memory_alloc(rows, sizeof(*step->wanted));
     step->hidden_row = memory_alloc(rows, sizeof(*step->hidden_row));
-    for (size_t i = 0; i < rows; i++)
-        step->hidden_row[i] = (int32_t)i;
     step->h_squares = s->backend->host_alloc(s->params->count * sizeof(*step->h_squares));
     step->h_own_squares = s->backend->host_alloc(s->params->count * sizeof(*step->h_own_squares));
     slot_results_open(&step->results, s->execution->group_rows);
@@ -199,7 +196,7 @@ int step_open(struct step *step, const struct step_setup *setup, struct error *e
                                  .generic = strcmp(setup->execution->kernels, "generic") == 0});
     arena_init(&step->arena);
     plan_pass(step, &step->arena);
-    dflash_close(&step->dflash);
+    drafter_close(&step->drafter);
     step->memory = backend->alloc(step->arena.bytes);
     arena_place(&step->arena, step->memory, step->arena.bytes);
     plan_pass(step, &step->arena);
@@ -207,7 +204,7 @@ int step_open(struct step *step, const struct step_setup *setup, struct error *e
     transfer_open(&step->transfer, backend, largest_array(setup));
     step_clock_start(&step->clock, backend, step->stream);
     open_host(step);
-    dflash_open(&step->dflash, backend, step->stream);
+    drafter_open(&step->drafter, backend, step->stream);
     step_exchange_open(step);
     if (setup->training) // what lies between tensors is never written
         backend->zero(step->stream, step->grads, (size_t)setup->params->elements * sizeof(float));
@@ -220,14 +217,13 @@ int step_open(struct step *step, const struct step_setup *setup, struct error *e
 
 void step_close(struct step *step)
 {
-    dflash_close(&step->dflash);
+    drafter_close(&step->drafter);
     loss_close(&step->loss);
     slot_results_close(&step->results);
     anchor_scratch_close(&step->anchor_scratch);
     free(step->anchors);
     free(step->accepted);
     free(step->slots);
-    free(step->wanted);
     free(step->hidden_row);
     if (step->h_squares != NULL)
         step->setup.backend->host_free(step->h_squares);
@@ -253,7 +249,7 @@ static void lap(struct step *step, enum step_part part)
 
 void step_begin(struct step *step)
 {
-    dflash_begin_gradients(&step->dflash, step->setup.backend, step->stream);
+    drafter_begin_gradients(&step->drafter, step->setup.backend, step->stream);
     step_clock_clear(&step->clock);
     step_exchange_begin(step);
     step->metrics = (struct metrics){0};
@@ -273,7 +269,7 @@ static bool stopped(const struct step *step)
 static void group_backward(struct step *step, bool last)
 {
     step->setup.backend->range_push("backward");
-    dflash_group_backward(&step->dflash, step->setup.backend, step->stream, last);
+    drafter_group_backward(&step->drafter, step->setup.backend, step->stream, last);
     step->setup.backend->range_pop();
     lap(step, STEP_BACKWARD);
 }
@@ -281,16 +277,7 @@ static void group_backward(struct step *step, bool last)
 // The last hidden states of the running row.
 static const bf16 *step_last_hidden(const struct step *step, const struct row *row)
 {
-    return row->features.last < 0 ? NULL : step->dflash.features + row->features.last;
-}
-
-// The block rows of the first `count` slots; NULL where there are none.
-static const int32_t *list_wanted(struct step *step, int64_t count)
-{
-    int64_t size = step->setup.sizes->block_size;
-    for (int64_t i = 0; i < count; i++)
-        step->wanted[i] = (int32_t)(step->slots[i].block * size + step->slots[i].slot);
-    return count > 0 ? step->wanted : NULL;
+    return row->features.last < 0 ? NULL : step->drafter.features + row->features.last;
 }
 
 // One group: blocks anchors[first .. first + count). Its scored slots are counted into metrics.
@@ -300,13 +287,14 @@ static void run_group(struct step *step, const struct row *row, int64_t first, i
     const struct step_setup *s = &step->setup;
     const struct backend *backend = s->backend;
     int64_t slots = slots_make(row, &step->layout, step->anchors + first, count, step->slots);
-    const int32_t *wanted = list_wanted(step, slots); // a group without slots goes through whole
+    int64_t rows;
     backend->range_push("forward");
-    const void *hidden = dflash_group_forward(&step->dflash, backend, step->stream,
-                                              step->anchors + first, count, wanted, slots);
+    const void *hidden =
+        drafter_group_forward(&step->drafter, backend, step->stream, step->anchors + first, count,
+                              step->slots, slots, step->hidden_row, &rows);
     backend->range_pop();
     lap(step, STEP_FORWARD);
-    struct loss_group group = {.rows = wanted != NULL ? slots : count * s->sizes->block_size,
+    struct loss_group group = {.rows = rows,
                                .hidden = hidden,
                                .hidden_row = step->hidden_row,
                                .last = step_last_hidden(step, row),
@@ -314,7 +302,7 @@ static void run_group(struct step *step, const struct row *row, int64_t first, i
                                .tokens = row->tokens,
                                .slots = step->slots,
                                .slot_count = slots,
-                               .dhidden = gradient ? dflash_group_gradient(&step->dflash) : NULL};
+                               .dhidden = gradient ? drafter_group_gradient(&step->drafter) : NULL};
     int before = step->clock.unread; // laps that are over when the results are there
     backend->range_push("loss");
     bool ready = loss_group_queue(&step->loss, backend, step->stream, &group);
@@ -343,8 +331,8 @@ static int run_row(struct step *step, const struct row *row, int64_t count, bool
     lap(step, STEP_COPY);
     s->backend->range_push("context");
     // Noise belongs to training: a row that is scored is seen as it is when serving.
-    dflash_context_forward(&step->dflash, s->backend, step->stream, row, features, gradient,
-                           (uint64_t)s->config->run.seed);
+    drafter_context_forward(&step->drafter, s->backend, step->stream, row, features, gradient,
+                            (uint64_t)s->config->run.seed);
     s->backend->range_pop();
     lap(step, STEP_FORWARD);
     for (int64_t first = 0; first < count; first += per_group) {
@@ -401,7 +389,7 @@ static int train_row(struct step *step, const struct row *row, int64_t count)
     step->rows++;
     if (count == 0) { // nothing to predict: this row adds zeros
         step_stage_drop(&step->stage, row);
-        dflash_settle_gradients(&step->dflash, step->setup.backend, step->stream);
+        drafter_settle_gradients(&step->drafter, step->setup.backend, step->stream);
         return 0;
     }
     return run_row(step, row, count, true, &step->metrics);

@@ -5,7 +5,7 @@
 #define TRAINER_STEP_H
 
 #include "configs/config.h"
-#include "drafter/dflash.h"
+#include "drafter/drafter.h"
 #include "loss/loss.h"
 #include "trainer/execution.h"
 #include "trainer/model_state.h"
@@ -62,15 +62,14 @@ struct step {
     double *own_squares;               // [param count] of this rank's rows alone; on several ranks
     double *h_squares, *h_own_squares;
     struct step_exchange exchange;
-    struct dflash_hooks hooks;
-    struct dflash dflash;
+    struct drafter_hooks hooks;
+    struct drafter drafter;
     struct loss loss;
     struct block_layout layout;
     struct anchor_scratch anchor_scratch;
     int32_t *anchors, *accepted; // [seq_len] host
     struct slot *slots;          // [group_rows] host
-    int32_t *wanted;             // [group_rows] host: block rows of the slots
-    int32_t *hidden_row;         // [group_rows] host: a slot's row is its index
+    int32_t *hidden_row;         // [group_rows] host: row of each slot's hidden state
     struct slot_results results;
     struct metrics metrics;               // since step_begin
     struct step_clock clock;              // since step_begin

@@ -44,7 +44,7 @@ static void weights_needed(void *context, int part)
 
 static int stage_of(const struct step *step, size_t param)
 {
-    return dflash_gradient_stage(step->setup.sizes->layers, step->setup.params->items[param].part);
+    return drafter_gradient_stage(step->setup.sizes, step->setup.params->items[param].part);
 }
 
 // Before a gradient leaves, its own squares are summed: they tell whose gradient is not finite.
@@ -92,8 +92,8 @@ void step_exchange_open(struct step *step)
     e->awaited = memory_alloc((size_t)s->params->parts, sizeof(*e->awaited));
     e->values = memory_alloc(METRICS + s->params->count + ranks * STEP_WORDS, sizeof(*e->values));
     e->words = memory_alloc(ranks * STEP_WORDS, sizeof(*e->words));
-    step->hooks = (struct dflash_hooks){step, weights_needed, gradients_final};
-    step->dflash.hooks = &step->hooks;
+    step->hooks = (struct drafter_hooks){step, weights_needed, gradients_final};
+    drafter_set_hooks(&step->drafter, &step->hooks);
     ranks_compute(s->ranks, step->stream);
 }
 
@@ -117,8 +117,8 @@ void step_exchange_gradients(struct step *step)
 {
     const struct step_setup *s = &step->setup;
     s->backend->range_push("exchange");
-    dflash_settle_gradients(&step->dflash, s->backend, step->stream);
-    while (step->exchange.next_stage < dflash_gradient_stages(s->sizes->layers))
+    drafter_settle_gradients(&step->drafter, s->backend, step->stream);
+    while (step->exchange.next_stage < drafter_gradient_stages(s->sizes))
         give_stage(step, step->exchange.next_stage);
     ranks_mark(s->ranks, GRADIENT_MARK);
     wait_for(step, GRADIENT_MARK, STEP_BETWEEN);

@@ -84,7 +84,7 @@ static void make_weights(struct step *step)
                                                     .from = step->master,
                                                     .to = step->weights,
                                                     .from_type = DTYPE_F32,
-                                                    .to_type = step->dflash.options.compute});
+                                                    .to_type = step->drafter.options.compute});
     backend->sync(step->stream);
 }
 

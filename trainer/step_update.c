@@ -16,7 +16,7 @@ void *step_weights_of(const struct step *step, size_t param, enum dtype *type)
         *type = DTYPE_F32;
         return step->norms + p->norm_offset;
     }
-    *type = step->dflash.options.compute;
+    *type = step->drafter.options.compute;
     return (unsigned char *)step->weights + (size_t)p->offset * dtype_size(*type);
 }
 

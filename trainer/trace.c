@@ -108,7 +108,7 @@ static void keep_row(void *context, const struct row *row, const int32_t *anchor
     if (trace->config.data.noise_std > 0.0) {
         size_t values = (size_t)(trace->session.features * row->hidden_size);
         kept->noise = memory_alloc(t * values, sizeof(float));
-        dflash_noise(&trace->step.dflash, row, (uint64_t)trace->config.run.seed, kept->noise);
+        drafter_noise(&trace->step.drafter, row, (uint64_t)trace->config.run.seed, kept->noise);
     }
 }
 

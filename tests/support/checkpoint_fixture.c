@@ -38,7 +38,7 @@ void drafter_fixture_resolve(struct drafter_fixture *fixture)
                               layer_ids, 3, &err) != 0)
         fail_msg("%s", err.text);
     params_release(&fixture->params);
-    dflash_params(&fixture->sizes, &fixture->params);
+    drafter_params(&fixture->sizes, &fixture->params);
 }
 
 void drafter_fixture_open(struct drafter_fixture *fixture, int64_t layers)

@@ -199,7 +199,7 @@ void step_fixture_resolve(struct step_fixture *f, const int64_t *layer_ids, int6
     if (drafter_sizes_resolve(&f->sizes, &f->config.drafter, &f->target, layer_ids, features,
                               &err) != 0)
         die("%s", err.text);
-    dflash_params(&f->sizes, &f->params);
+    drafter_params(&f->sizes, &f->params);
     f->planes = features + 1;
     for (int32_t l = 0; l < features; l++)
         f->plane[l] = l;
@@ -361,11 +361,11 @@ const float *step_fixture_hidden(struct step_fixture *f, const struct row *row,
                                  const int32_t *anchors, int64_t count)
 {
     struct step *step = &f->step;
-    BUG_UNLESS(step->dflash.options.compute == DTYPE_F32);
-    dflash_context_forward(&step->dflash, step->setup.backend, step->stream, row, row->hidden,
-                           false, 0);
-    return dflash_group_forward(&step->dflash, step->setup.backend, step->stream, anchors, count,
-                                NULL, 0);
+    BUG_UNLESS(step->drafter.options.compute == DTYPE_F32);
+    dflash_context_forward(&step->drafter.dflash, step->setup.backend, step->stream, row,
+                           row->hidden, false, 0);
+    return dflash_group_forward(&step->drafter.dflash, step->setup.backend, step->stream, anchors,
+                                count, NULL, 0);
 }
 
 float *step_fixture_fetch(const struct step_fixture *f, const float *flat)
