@@ -308,6 +308,15 @@ class Step:
         return hidden @ self.target.head.T
 
     @property
+    def first_slot(self):
+        return first_slot(self.shape)
+
+    @property
+    def reported(self):
+        """Indices of the slots that a trace has."""
+        return torch.arange(len(self.slots))
+
+    @property
     def has_teacher(self):
         return all(h is not None for h in self.teacher_hidden)
 
@@ -346,6 +355,9 @@ class Step:
             self.weight = dpace_weights(self.slots, self.confidence, self.loss["dpace_alpha"])
         else:
             self.weight = torch.tensor([s.weight for s in self.slots], dtype=torch.float64)
+        self._total()
+
+    def _total(self):
         self.weight_sum = float(self.weight.sum())
         counted = self.loss["normalize"] == "count"
         self.divisor = float((self.weight != 0).sum()) if counted else self.weight_sum
@@ -376,7 +388,7 @@ class Step:
         if not self.slots or not self.has_teacher:
             return None
         agree = (self.student_argmax == self.teacher_argmax).tolist()
-        B, start = self.shape.block_size, first_slot(self.shape)
+        B, start = self.shape.block_size, self.first_slot
         hits, seen = [0] * B, [0] * B
         by_block = {}
         for s, ok in zip(self.slots, agree):

@@ -2,7 +2,8 @@
 
 A case overrides keys of BASE (section -> key -> value) and says how its rows are made: `documents` are the
 lengths of the packed documents of each row, `unsupervised` the positions of each row whose loss_mask is 0.
-`last_hidden` is post_norm and `step` 1 unless given; `untied` targets have an lm_head of their own.
+`last_hidden` is post_norm and `step` 1 unless given; `untied` targets have an lm_head of their own; `draft_vocab` is
+the number of tokens that are kept. EAGLE-3 cases override keys of BASE_EAGLE3.
 Sizes are tiny and awkward on purpose: several blocks run past their document, some documents have no anchor.
 """
 
@@ -56,6 +57,39 @@ BASE = {
         "grad_clip": 0.0,
     },
     "schedule": {"kind": "constant", "warmup_ratio": 0.0},
+}
+
+EAGLE3_DRAFTER = {
+    "kind": "eagle3",
+    "style": "llama",
+    "layers": 1,
+    "ttt_steps": 4,
+    "lm_head": "frozen",
+    "norm_before_residual": False,
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "intermediate_size": 12,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": "none",
+    "rope_factor": 1.0,
+    "max_position_embeddings": 256,
+    "layer_types": ["full_attention"],
+}
+DFLASH_LOSS = ("slot_weight", "slot_decay_gamma", "dpace_alpha", "slot_mask")
+BASE_EAGLE3 = {
+    **{section: keys for section, keys in BASE.items() if section != "anchors"},
+    "drafter": EAGLE3_DRAFTER,
+    "loss": {
+        **{key: value for key, value in BASE["loss"].items() if key not in DFLASH_LOSS},
+        "ttt_decay_base": 0.8,
+        "mask_index": "served",
+        "out_of_vocab": "masked",
+    },
 }
 
 MIXED = ["sliding_attention", "full_attention"]
@@ -191,3 +225,107 @@ CASES = {
         "step": 3,
     },
 }
+
+CASES |= {
+    "eagle3_kl": {
+        "config": {"loss": {"kl": 1.0}, "drafter": {"kind": "eagle3"}},
+        "rows": TWO_ROWS,
+    },
+    "eagle3_vocabulary_masked": {
+        "config": {
+            "loss": {"kl": 1.0, "ttt_decay_base": 0.7},
+            "drafter": {"kind": "eagle3", "fc_norm": True, "norm_output": True, "ttt_steps": 7},
+            "optimizer": {"grad_clip": 0.05, "weight_decay": 0.1},
+        },
+        "rows": LONG,
+        "last_hidden": "pre_norm",
+        "untied": True,
+        "draft_vocab": 29,
+        "step": 5,
+    },
+    "eagle3_vocabulary_kept": {
+        "config": {
+            "loss": {"kl": 0.5, "ce_teacher": 0.3, "lk": 1.0, "lk_eta": 2.0, "mask_index": "input",
+                     "out_of_vocab": "kept", "ttt_decay_base": 1.0},
+            "drafter": {
+                "kind": "eagle3", "style": "qwen3", "norm_before_residual": True, "head_dim": 8, "rope_scaling": "yarn",
+                "rope_factor": 4.0, "rope_original_positions": 24, "rope_theta": 100.0, "num_key_value_heads": 1,
+            },
+        },
+        "rows": MANY,
+        "draft_vocab": 40,
+        "step": 3,
+    },
+    "eagle3_trainable_head": {
+        "config": {
+            "loss": {"ce_data": 0.7, "tv": 0.5, "reverse_kl": 0.2, "mask_index": "label"},
+            "drafter": {
+                "kind": "eagle3", "lm_head": "trainable", "norm_before_fc": True, "norm_output": True, "ttt_steps": 3,
+            },
+            "optimizer": {"weight_decay": 0.05},
+        },
+        "rows": LONG,
+        "last_hidden": "pre_norm",
+        "draft_vocab": 31,
+        "step": 2,
+    },
+    "eagle3_two_layers": {
+        "config": {
+            "loss": {"js": 1.0, "mask_index": "feature"},
+            "data": {"noise_std": 0.3},
+            "drafter": {
+                "kind": "eagle3", "style": "qwen3", "layers": 2, "layer_types": MIXED, "sliding_window": 6,
+                "ttt_steps": 5, "fc_norm": True, "norm_before_residual": True,
+            },
+        },
+        "rows": LONG,
+        "untied": True,
+    },
+    "eagle3_three_layers": {
+        "config": {
+            "loss": {"nla": 1.0, "normalize": "count", "mask_index": "label"},
+            "target": {"layer_ids": [2, 5]},
+            "drafter": {
+                "kind": "eagle3", "layers": 3, "sliding_window": 7, "ttt_steps": 6, "norm_output": True,
+                "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+                "rope_scaling": "linear", "rope_factor": 2.5, "rope_theta": 500.0, "head_dim": 8,
+            },
+        },
+        "rows": MANY,
+        "last_hidden": "pre_norm",
+        "step": 7,
+    },
+    "eagle3_all_terms": {
+        "config": {
+            "loss": {
+                "kl": 0.5, "reverse_kl": 0.25, "js": 1.5, "ce_teacher": 0.125, "ce_data": 0.2, "tv": 0.75, "nla": 0.3,
+                "lk": 0.6, "normalize": "count", "ttt_decay_base": 0.9,
+            },
+            "target": {"layer_ids": [0, 1, 3, 6]},
+            "drafter": {
+                "kind": "eagle3", "lm_head": "trainable", "style": "qwen3", "num_key_value_heads": 4,
+                "norm_before_residual": True, "norm_output": True,
+            },
+            "optimizer": {"weight_decay": 0.05, "grad_clip": 1.0},
+        },
+        "rows": TWO_ROWS,
+        "untied": True,
+        "step": 4,
+    },
+    "eagle3_one_step": {
+        "config": {
+            "loss": {"kl": 1.0, "out_of_vocab": "kept"},
+            "drafter": {
+                "kind": "eagle3", "ttt_steps": 1, "layers": 2, "layer_types": MIXED[::-1], "sliding_window": 1,
+                "norm_before_fc": True,
+            },
+        },
+        "rows": {"documents": [[6, 5], [19, 8]], "unsupervised": [[0, 2, 4, 6, 8, 10], [0, 1, 12, 20]]},
+        "draft_vocab": 7,
+    },
+    "eagle3_nothing_supervised": {
+        "config": {"loss": {"kl": 1.0}, "drafter": {"kind": "eagle3"}, "optimizer": {"weight_decay": 0.1}},
+        "rows": {"documents": [[5, 4], [8]], "unsupervised": [list(range(9)), list(range(8))]},
+        "step": 3,
+    },
+}  # fmt: skip

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from dflash_step import TERMS, Step, adamw, clip_factor, global_norm, inverse_frequencies, is_valid_anchor
+from dflash_step import TERMS, adamw, clip_factor, global_norm, inverse_frequencies, is_valid_anchor
 from dflash_step import loss_term, positions_of
-from golden_cases import BASE, CASES
-from trace_file import Row, Shape, make_shape, make_target
+from eagle3_step import anchors_of, make_step, scored_slots
+from golden_cases import BASE, BASE_EAGLE3, CASES
+from trace_file import Eagle3Shape, Row, Shape, make_shape, make_target
 
 VOCAB, HIDDEN = 67, 16
 DEFAULT_OUT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "golden")
@@ -34,8 +35,12 @@ def normal(rng, shape, std):
     return torch.from_numpy((rng.standard_normal(shape) * std).astype(np.float32))
 
 
+def is_eagle3(config):
+    return config.get("drafter", {}).get("kind") == "eagle3"
+
+
 def resolved(overrides):
-    config = copy.deepcopy(BASE)
+    config = copy.deepcopy(BASE_EAGLE3 if is_eagle3(overrides) else BASE)
     for section, keys in overrides.items():
         config[section].update(keys)
     return config
@@ -69,23 +74,51 @@ def target_tensors(rng, untied):
     return tensors
 
 
-def parameters(rng, shape, planes):
-    """fp32 parameters in z-lab names, larger than at the start of training so that every path matters."""
-    q, kv, mlp = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, 12
+def dflash_sizes(shape, planes):
     sizes = {"fc": (HIDDEN, planes * HIDDEN), "hidden_norm": HIDDEN, "norm": HIDDEN}
     for i in range(shape.layers):
-        layer = f"layers.{i}."
-        sizes[layer + "input_layernorm"] = sizes[layer + "post_attention_layernorm"] = HIDDEN
-        sizes[layer + "self_attn.q_proj"] = (q, HIDDEN)
-        sizes[layer + "self_attn.k_proj"] = sizes[layer + "self_attn.v_proj"] = (kv, HIDDEN)
-        sizes[layer + "self_attn.o_proj"] = (HIDDEN, q)
+        sizes.update(layer_sizes(shape, f"layers.{i}.", HIDDEN, True))
+    return sizes
+
+
+def layer_sizes(shape, layer, inputs, head_norms):
+    """inputs: columns of the projections to queries, keys and values."""
+    q, kv, mlp = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, 12
+    sizes = {layer + "input_layernorm": HIDDEN, layer + "post_attention_layernorm": HIDDEN}
+    sizes[layer + "self_attn.q_proj"] = (q, inputs)
+    sizes[layer + "self_attn.k_proj"] = sizes[layer + "self_attn.v_proj"] = (kv, inputs)
+    sizes[layer + "self_attn.o_proj"] = (HIDDEN, q)
+    if head_norms:
         sizes[layer + "self_attn.q_norm"] = sizes[layer + "self_attn.k_norm"] = shape.head_dim
-        sizes[layer + "mlp.gate_proj"] = sizes[layer + "mlp.up_proj"] = (mlp, HIDDEN)
-        sizes[layer + "mlp.down_proj"] = (HIDDEN, mlp)
-    return {
+    sizes[layer + "mlp.gate_proj"] = sizes[layer + "mlp.up_proj"] = (mlp, HIDDEN)
+    sizes[layer + "mlp.down_proj"] = (HIDDEN, mlp)
+    return sizes
+
+
+def eagle3_sizes(shape, planes):
+    sizes = {"fc": (HIDDEN, planes * HIDDEN), "norm": HIDDEN, "layers.0.hidden_norm": HIDDEN}
+    if shape.norm_before_fc:
+        sizes["input_norm"] = planes * HIDDEN
+    if shape.fc_norm:
+        sizes.update({f"fc_norm.{i}": HIDDEN for i in range(planes)})
+    for i in range(shape.layers):
+        sizes.update(layer_sizes(shape, f"layers.{i}.", HIDDEN if i else 2 * HIDDEN, shape.head_norms))
+    return sizes
+
+
+def parameters(rng, shape, planes, head=None):
+    """fp32 parameters by name, larger than at the start of training so that every path matters.
+
+    head: the target's rows of the draft vocabulary, near which a trainable head lies.
+    """
+    sizes = eagle3_sizes(shape, planes) if isinstance(shape, Eagle3Shape) else dflash_sizes(shape, planes)
+    params = {
         n + ".weight": normal(rng, s, s[1] ** -0.5) if isinstance(s, tuple) else 1 + normal(rng, s, 0.3)
         for n, s in sizes.items()
     }
+    if isinstance(shape, Eagle3Shape) and shape.trainable_head:
+        params["lm_head.weight"] = head.float() + normal(rng, tuple(head.shape), 0.2)
+    return params
 
 
 def draw_anchors(rng, row, shape, anchors):
@@ -124,6 +157,11 @@ def let_teacher_agree(rng, step, planes_of_rows):
         hidden = step.hidden(r, anchors, places).detach()
         if step.last_hidden == "pre_norm":
             hidden = hidden / step.target.norm
+        if is_eagle3(step.config):  # the last one to come is answered whole; neighbours share teacher rows
+            order = rng.permutation(max(step.slots[i].position for i in members) + 1)
+            turn = [(order[step.slots[i].position], step.slots[i].ttt_step, n) for n, i in enumerate(members)]
+            chosen = torch.tensor([n for _, _, n in sorted(turn)])
+            members, hidden = members[chosen], hidden[chosen]
         for i, h in zip(members.tolist(), hidden):
             if rng.random() < 0.7:
                 planes_of_rows[r][step.slots[i].teacher_row, -1] = (h + normal(rng, HIDDEN, 0.4)).to(torch.bfloat16)
@@ -137,7 +175,10 @@ def make_rows(rng, case, config, shape, tensors):
     rows = []
     for r, (lengths, off) in enumerate(zip(case["rows"]["documents"], case["rows"]["unsupervised"])):
         row, hidden = make_row(rng, lengths, off, planes)
-        row.anchors = draw_anchors(rng, row, shape, config["anchors"])
+        if is_eagle3(config):
+            row.anchors = torch.tensor(anchors_of(scored_slots([row], shape, config["loss"]), 0), dtype=torch.long)
+        else:
+            row.anchors = draw_anchors(rng, row, shape, config["anchors"])
         if noise_std > 0:
             noise = normal(rng, (len(row.input_ids), planes, HIDDEN), noise_std)
             row.features = row.features + noise.to(torch.float64)
@@ -164,16 +205,17 @@ def optimizer_state(rng, params, step):
 # ---- results -----------------------------------------------------------------------------------------
 
 
-def slot_results(step):
-    tensors = {}
-    for name in ("row", "block", "slot", "label", "teacher_row"):
-        tensors[f"slots.{name}"] = torch.tensor([getattr(s, name) for s in step.slots], dtype=torch.int32)
-    tensors["slots.weight"] = step.weight.float()
-    tensors["slots.loss"] = step.slot_loss.float()
+def slot_results(step, names):
+    tensors, at = {}, step.reported
+    for name in names:
+        values = [getattr(step.slots[i], name) for i in at.tolist()]
+        tensors[f"slots.{name}"] = torch.tensor(values, dtype=torch.int32)
+    tensors["slots.weight"] = step.weight[at].float()
+    tensors["slots.loss"] = step.slot_loss[at].float()
     for name in ("student_lse", "teacher_lse", "overlap"):
-        tensors[f"slots.{name}"] = getattr(step, name).float()
+        tensors[f"slots.{name}"] = getattr(step, name)[at].float()
     for name in ("student_argmax", "teacher_argmax"):
-        tensors[f"slots.{name}"] = getattr(step, name).int()
+        tensors[f"slots.{name}"] = getattr(step, name)[at].int()
     return tensors
 
 
@@ -202,14 +244,22 @@ def update_results(config, step, number, params, m, v):
     }  # fmt: skip
     metrics = step.metrics() or {}
     scalars.update({n: metrics[n] for n in ("accept_len", "eal_marginal") if n in metrics})
-    if metrics:
-        tensors["metrics.acc"] = torch.tensor(metrics["acc"], dtype=torch.float32)
+    for name in ("acc", "cond_acc"):
+        if name in metrics:
+            tensors[f"metrics.{name}"] = torch.tensor(metrics[name], dtype=torch.float32)
     for name, value in scalars.items():
         tensors[f"scalar.{name}"] = torch.tensor([value], dtype=torch.float64)
     return tensors
 
 
-def make_step(index, case):
+def draw_vocabulary(rng, case):
+    """Target ids of a draft vocabulary, ascending, or None."""
+    if "draft_vocab" not in case:
+        return None
+    return torch.from_numpy(np.sort(rng.choice(VOCAB, case["draft_vocab"], replace=False)))
+
+
+def make_file(index, case):
     """(tensors, metadata) of one golden step."""
     rng = np.random.default_rng([2025, index])
     config, number = resolved(case["config"]), case.get("step", 1)
@@ -217,20 +267,26 @@ def make_step(index, case):
     frozen = target_tensors(rng, untied)
     target = make_target(target_config(untied), frozen, "golden")
     shape = make_shape(config, target.config)
-    params = parameters(rng, shape, len(config["target"]["layer_ids"]))
+    kept = draw_vocabulary(rng, case)
+    head = target.head if kept is None else target.head[kept]
+    params = parameters(rng, shape, len(config["target"]["layer_ids"]), head)
     tensors = {f"target.{n}": t for n, t in frozen.items()}
+    if kept is not None:
+        config["drafter"]["draft_vocab"] = "vocabulary.safetensors"
+        tensors["d2t"] = kept - torch.arange(len(kept))
     rows = make_rows(rng, case, config, shape, tensors)
     m, v = optimizer_state(rng, params, number)
     exact = {n: p.double() for n, p in params.items()}
     planes = [tensors[f"row{r}.hidden_states"] for r in range(len(rows))]
-    let_teacher_agree(rng, Step(config, shape, target, rows, exact, last_hidden), planes)
-    step = Step(config, shape, target, rows, exact, last_hidden)
-    tensors.update(slot_results(step))
+    let_teacher_agree(rng, make_step(config, shape, target, rows, exact, last_hidden, kept), planes)
+    step = make_step(config, shape, target, rows, exact, last_hidden, kept)
+    names = ("row", "block", "slot", "label", "teacher_row") + (("position", "ttt_step") if is_eagle3(config) else ())
+    tensors.update(slot_results(step, names))
     tensors.update(update_results(config, step, number, params, m, v))
     metadata = {
         "config": json.dumps(config),
         "config_yaml": to_yaml(config),
-        "kind": "dflash",
+        "kind": config["drafter"]["kind"],
         "step": str(number),
         "world_size": "1",
         "version": "golden",
@@ -355,7 +411,7 @@ def make_ropes():
 
 def everything():
     for index, (name, case) in enumerate(CASES.items()):
-        yield name, *make_step(index, case)
+        yield name, *make_file(index, case)
     yield "loss_terms", *make_losses()
     yield "rope", *make_ropes()
 

@@ -3,9 +3,9 @@
 
     recompute_step.py TRACE.safetensors [--target DIR] [--tol 1e-4] [--all]
 
-The trace gives the inputs (ids, masks, document bounds, anchors, features, parameters, optimizer state) and the
-results; nothing of the results is used to rebuild them. Labels, teacher rows and weights come from the ids,
-masks, bounds and anchors. The error of a tensor is the norm of the difference over the norm of the reference.
+The trace gives the inputs (ids, masks, document bounds, anchors, features, parameters, optimizer state, a draft
+vocabulary) and the results; nothing of the results is used to rebuild them. Labels, teacher rows and weights come
+from the ids, masks, bounds and anchors. The error of a tensor is the norm of the difference over the norm of the reference.
 Exit status 1 when any error exceeds the tolerance. Golden files carry their target, so they need no --target.
 """
 
@@ -16,7 +16,8 @@ import sys
 
 import torch
 
-from dflash_step import Step, adamw, clip_factor, global_norm, is_valid_anchor, positions_of
+from dflash_step import adamw, clip_factor, global_norm, is_valid_anchor, positions_of
+from eagle3_step import anchors_of, make_step
 from trace_file import Refused, Trace, make_shape, read_target
 
 
@@ -78,38 +79,52 @@ class Report:
         return failed
 
 
-def check_rows(report, trace, rows, shape):
+def check_rows(report, trace, rows, shape, step):
     """Positions, and that the anchors are as the rules allow."""
-    anchors, tail = trace.config["anchors"], trace.config["anchors"]["tail"]
     for r, row in enumerate(rows):
         if f"row{r}.positions" in trace:
             report.exact(f"rows.row{r}.positions", trace.get(f"row{r}.positions"), positions_of(row))
-        chosen = row.anchors.tolist()
-        report.claim(f"rows.row{r}.anchors sorted, once each", chosen == sorted(set(chosen)))
-        offsets = row.doc_offsets.tolist()
-        valid = [a for a in range(offsets[-1]) if is_valid_anchor(row, shape, tail, a)]
-        report.claim(f"rows.row{r}.anchors valid", set(chosen) <= set(valid), f"{len(chosen)} of {len(valid)}")
-        if anchors["per"] == "row":
-            expected = min(anchors["max_anchors"], len(valid))
-        else:
-            counts = [sum(s <= a < e for a in valid) for s, e in zip(offsets[:-1], offsets[1:])]
-            expected = sum(min(anchors["max_anchors"], c) for c in counts)
-        report.claim(f"rows.row{r}.anchors count", len(chosen) == expected, f"{len(chosen)}, expected {expected}")
+        if trace.config["drafter"]["kind"] == "dflash":
+            check_anchors(report, trace, r, row, shape)
+        elif row.anchors is not None:
+            report.exact(f"rows.row{r}.anchors", row.anchors, anchors_of(step.slots, r))
+
+
+def check_anchors(report, trace, r, row, shape):
+    anchors, tail = trace.config["anchors"], trace.config["anchors"]["tail"]
+    chosen = row.anchors.tolist()
+    report.claim(f"rows.row{r}.anchors sorted, once each", chosen == sorted(set(chosen)))
+    offsets = row.doc_offsets.tolist()
+    valid = [a for a in range(offsets[-1]) if is_valid_anchor(row, shape, tail, a)]
+    report.claim(f"rows.row{r}.anchors valid", set(chosen) <= set(valid), f"{len(chosen)} of {len(valid)}")
+    if anchors["per"] == "row":
+        expected = min(anchors["max_anchors"], len(valid))
+    else:
+        counts = [sum(s <= a < e for a in valid) for s, e in zip(offsets[:-1], offsets[1:])]
+        expected = sum(min(anchors["max_anchors"], c) for c in counts)
+    report.claim(f"rows.row{r}.anchors count", len(chosen) == expected, f"{len(chosen)}, expected {expected}")
+
+
+SLOT_NAMES = {
+    "dflash": ("row", "block", "slot", "label", "teacher_row"),
+    "eagle3": ("row", "position", "ttt_step", "label", "teacher_row"),
+}
 
 
 def check_slots(report, trace, step):
-    for name in ("row", "block", "slot", "label", "teacher_row"):
-        report.exact(f"slots.{name}", trace.get(f"slots.{name}"), [getattr(s, name) for s in step.slots])
-    if len(trace.get("slots.row")) != len(step.slots):
+    at = step.reported
+    for name in SLOT_NAMES[trace.config["drafter"]["kind"]]:
+        report.exact(f"slots.{name}", trace.get(f"slots.{name}"), [getattr(step.slots[i], name) for i in at.tolist()])
+    if len(trace.get("slots.row")) != len(at):
         return
-    report.tensor("slots.weight", trace.get("slots.weight"), step.weight)
-    report.tensor("slots.loss", trace.get("slots.loss"), step.slot_loss)
-    report.tensor("slots.student_lse", trace.get("slots.student_lse"), step.student_lse)
-    check_argmax(report, trace, "student", step.student_argmax, step.student_gap)
+    report.tensor("slots.weight", trace.get("slots.weight"), step.weight[at])
+    report.tensor("slots.loss", trace.get("slots.loss"), step.slot_loss[at])
+    report.tensor("slots.student_lse", trace.get("slots.student_lse"), step.student_lse[at])
+    check_argmax(report, trace, "student", step.student_argmax[at], step.student_gap[at])
     if step.has_teacher:
-        report.tensor("slots.teacher_lse", trace.get("slots.teacher_lse"), step.teacher_lse)
-        report.tensor("slots.overlap", trace.get("slots.overlap"), step.overlap)
-        check_argmax(report, trace, "teacher", step.teacher_argmax, step.teacher_gap)
+        report.tensor("slots.teacher_lse", trace.get("slots.teacher_lse"), step.teacher_lse[at])
+        report.tensor("slots.overlap", trace.get("slots.overlap"), step.overlap[at])
+        check_argmax(report, trace, "teacher", step.teacher_argmax[at], step.teacher_gap[at])
 
 
 def check_argmax(report, trace, who, reference, gap):
@@ -189,7 +204,8 @@ def recompute(trace, target_folder, group):
     shape, target, rows, params = load(trace, target_folder)
     compute = trace.config.get("run", {}).get("compute", "fp32")
     used = {n: rounded(p, compute) for n, p in params.items()}
-    step = Step(trace.config, shape, target, rows, used, trace.metadata.get("last_hidden"), group=group)
+    last_hidden, kept = trace.metadata.get("last_hidden"), trace.kept_ids()
+    step = make_step(trace.config, shape, target, rows, used, last_hidden, kept, group)
     return step, shape, rows, params
 
 
@@ -203,7 +219,7 @@ def main():
     arguments = parser.parse_args()
     trace, report = Trace(arguments.trace), Report(arguments.tol)
     step, shape, rows, params = recompute(trace, arguments.target, arguments.group)
-    check_rows(report, trace, rows, shape)
+    check_rows(report, trace, rows, shape, step)
     check_slots(report, trace, step)
     report.number("scalar.loss", trace.scalar("loss"), step.total)
     report.number("scalar.weight_sum", trace.scalar("weight_sum"), step.weight_sum)

@@ -18,9 +18,12 @@ import torch
 
 from dflash_step import Step, adamw, blocks_forward, clip_factor, dpace_weights, global_norm
 from dflash_step import TERMS, is_valid_anchor, loss_term, scored_slots
+from eagle3_step import make_step
 from golden_cases import BASE, CASES
-from make_golden import DEFAULT_OUT, make_row, make_rows, parameters, resolved, target_config, target_tensors
+from make_golden import DEFAULT_OUT, draw_vocabulary, make_row, make_rows, parameters, resolved
+from make_golden import target_config, target_tensors
 from recompute_step import recompute
+from self_check_eagle3 import CHECKS as EAGLE3_CHECKS
 from trace_file import Row, Trace, make_shape, make_target
 
 
@@ -172,12 +175,15 @@ def finite_differences():
     """The directional derivative of the whole step, for golden cases whose weights do not depend on the student."""
     for index, (name, case) in enumerate(CASES.items()):
         config = resolved(case["config"])
-        if config["loss"]["slot_weight"] == "dpace" or config["loss"]["lk"] > 0 or name == "nothing_supervised":
+        constant = config["loss"].get("slot_weight") != "dpace" and config["loss"]["lk"] == 0
+        if not constant or name.endswith("nothing_supervised"):
             continue
         rng = np.random.default_rng(index)
         target = make_target(target_config(True), target_tensors(rng, True), name)
         shape = make_shape(config, target.config)
-        params = {n: p.double() for n, p in parameters(rng, shape, len(config["target"]["layer_ids"])).items()}
+        kept = draw_vocabulary(rng, case)
+        head = target.head if kept is None else target.head[kept]
+        params = {n: p.double() for n, p in parameters(rng, shape, len(config["target"]["layer_ids"]), head).items()}
         rows = make_rows(rng, case, config, shape, {})
         direction = {n: torch.from_numpy(rng.standard_normal(tuple(p.shape))) for n, p in params.items()}
         length = global_norm(direction)
@@ -185,9 +191,9 @@ def finite_differences():
 
         def loss_at(h):
             moved = {n: p + h * direction[n] for n, p in params.items()}
-            return Step(config, shape, target, rows, moved, "pre_norm").total
+            return make_step(config, shape, target, rows, moved, "pre_norm", kept).total
 
-        grads = Step(config, shape, target, rows, params, "pre_norm").gradients()
+        grads = make_step(config, shape, target, rows, params, "pre_norm", kept).gradients()
         expected = sum(float((grads[n] * direction[n]).sum()) for n in params)
         found = (loss_at(1e-5) - loss_at(-1e-5)) / 2e-5
         assert abs(found - expected) <= 1e-7 * max(0.01, abs(expected)), f"{name}: {found}, expected {expected}"
@@ -247,6 +253,29 @@ CHANGES = {
     "mixture_ce_tv_dpace": {"loss.dpace_alpha": 0.6, "loss.slot_weight": "exp", "drafter.sliding_window": 8},
     "mixture_all_count": {f"loss.{t}": 0.0 for t in TERMS} | {"loss.normalize": "weighted"},
     "row_without_anchors": {"drafter.mask_token_id": 4, "drafter.sliding_window": 11},
+    "eagle3_kl": {
+        "drafter.rope_theta": 5000.0, "drafter.rms_norm_eps": 1e-2, "drafter.ttt_steps": 3, "drafter.norm_output": True,
+        "drafter.norm_before_residual": True, "loss.ttt_decay_base": 0.81, "loss.mask_index": "label",
+        "loss.normalize": "count", "loss.js": 0.1,
+    },
+    "eagle3_vocabulary_masked": {
+        "loss.out_of_vocab": "kept", "drafter.norm_output": False, "drafter.ttt_steps": 6, "drafter.fc_norm": False,
+        "loss.mask_index": "input",
+    },
+    "eagle3_vocabulary_kept": {
+        "loss.out_of_vocab": "masked", "loss.mask_index": "feature", "loss.lk_eta": 3.0, "drafter.style": "llama",
+        "drafter.norm_before_residual": False, "loss.ttt_decay_base": 0.9,
+    },
+    "eagle3_trainable_head": {
+        "drafter.lm_head": "frozen", "drafter.norm_before_fc": False, "loss.mask_index": "served", "loss.ce_data": 0.6,
+    },
+    "eagle3_two_layers": {
+        "drafter.sliding_window": 7, "drafter.layer_types": ["full_attention"] * 2, "loss.mask_index": "input",
+        "drafter.norm_before_residual": False,
+    },
+    "eagle3_three_layers": {"drafter.sliding_window": 8, "drafter.rope_factor": 2.0, "loss.normalize": "weighted"},
+    "eagle3_all_terms": {f"loss.{t}": 0.0 for t in TERMS} | {"drafter.lm_head": "frozen"},
+    "eagle3_one_step": {"drafter.sliding_window": 2, "loss.mask_index": "label"},
 }  # fmt: skip
 
 
@@ -268,7 +297,7 @@ def golden_files_depend_on_settings():
 
 CHECKS = (
     alignment, candidates, no_leak, packed_is_the_sum, closed_forms, dpace_by_hand, finite_differences, optimizer,
-    groups_do_not_matter, golden_files_depend_on_settings,
+    groups_do_not_matter, golden_files_depend_on_settings, *EAGLE3_CHECKS,
 )  # fmt: skip
 
 

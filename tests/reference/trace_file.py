@@ -1,9 +1,10 @@
 """Reads what a step needs: the trace (one safetensors file) and the target directory.
 
-Owns the names in both files and the sizes of the drafter. Does no mathematics: that is dflash_step.py.
-Everything is handed on in float64, so that rounding of the reference itself never matters.
+Owns the names in both files and the sizes of the drafter. Does no mathematics: that is dflash_step.py and
+eagle3_step.py. Everything is handed on in float64, so that rounding of the reference itself never matters.
 
-Shapes: T tokens of the row, P planes, L captured layers, H hidden, A anchors, B block size, V vocabulary.
+Shapes: T tokens of the row, P planes, L captured layers, H hidden, A anchors, B block size, V vocabulary,
+Vd draft vocabulary.
 """
 
 import json
@@ -55,7 +56,7 @@ class Row:
     input_ids: torch.Tensor  # [T]
     loss_mask: torch.Tensor  # [T] bool
     doc_offsets: torch.Tensor  # [D+1]
-    anchors: torch.Tensor  # [A]
+    anchors: torch.Tensor  # [A]; EAGLE-3: none, every position that counts is one
     features: torch.Tensor  # [T, L, H], noise included
     last_hidden: torch.Tensor | None  # [T, H]; None: no teacher
 
@@ -82,6 +83,35 @@ class Shape:
     window_origin: str
 
 
+@dataclass
+class Eagle3Shape:
+    """Sizes and switches of an EAGLE-3 drafter, everything resolved."""
+
+    layers: int
+    ttt_steps: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_norms: bool  # style qwen3: norms on queries and keys
+    eps: float
+    rope_theta: float
+    rope_scaling: str
+    rope_factor: float
+    rope_original_positions: int
+    layer_types: list
+    sliding_window: int | None
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+    trainable_head: bool
+
+    @property
+    def block_size(self):
+        """A position with its predictions is a block, whose slots are the ttt_steps."""
+        return self.ttt_steps
+
+
 def text_config(config):
     """The language model's part of a config.json."""
     return config.get("text_config", config)
@@ -100,8 +130,6 @@ def target_rope_theta(config):
 def make_shape(config, target_config):
     """Drafter sizes from the resolved config; what is not given there comes from the target's config.json."""
     drafter, text = config["drafter"], text_config(target_config)
-    if drafter["kind"] != "dflash":
-        raise Refused(f"drafter.kind {drafter['kind']}: only dflash is recomputed here")
 
     def size(key, fallback=None):
         value = drafter.get(key)
@@ -110,23 +138,35 @@ def make_shape(config, target_config):
     heads = int(size("num_attention_heads"))
     theta = drafter.get("rope_theta")
     original = drafter.get("rope_original_positions")
+    common = {
+        "layers": int(drafter["layers"]),
+        "heads": heads,
+        "kv_heads": int(size("num_key_value_heads", heads)),
+        "head_dim": int(size("head_dim") or text["hidden_size"] // heads),
+        "eps": float(size("rms_norm_eps")),
+        "rope_theta": target_rope_theta(target_config) if theta is None else float(theta),
+        "rope_scaling": drafter["rope_scaling"],
+        "rope_factor": float(drafter["rope_factor"]),
+        "rope_original_positions": int(text["max_position_embeddings"] if original is None else original),
+        "layer_types": list(drafter["layer_types"] or ["full_attention"] * int(drafter["layers"])),
+        "sliding_window": drafter.get("sliding_window"),
+    }
+    if drafter["kind"] == "eagle3":
+        flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        return Eagle3Shape(
+            ttt_steps=int(drafter["ttt_steps"]),
+            head_norms=drafter["style"] == "qwen3",
+            trainable_head=drafter["lm_head"] == "trainable",
+            **{flag: bool(drafter[flag]) for flag in flags},
+            **common,
+        )
     return Shape(
-        layers=int(drafter["layers"]),
         block_size=int(drafter["block_size"]),
         mask_token_id=int(drafter["mask_token_id"]),
         predict_from_anchor=bool(drafter["predict_from_anchor"]),
-        heads=heads,
-        kv_heads=int(size("num_key_value_heads", heads)),
-        head_dim=int(size("head_dim") or text["hidden_size"] // heads),
-        eps=float(size("rms_norm_eps")),
-        rope_theta=target_rope_theta(target_config) if theta is None else float(theta),
-        rope_scaling=drafter["rope_scaling"],
-        rope_factor=float(drafter["rope_factor"]),
-        rope_original_positions=int(text["max_position_embeddings"] if original is None else original),
-        layer_types=list(drafter["layer_types"] or ["full_attention"] * int(drafter["layers"])),
-        sliding_window=drafter.get("sliding_window"),
         non_causal=bool(drafter["sliding_window_non_causal"]),
         window_origin=drafter["window_origin"],
+        **common,
     )
 
 
@@ -179,10 +219,17 @@ class Trace:
             input_ids=self.get(prefix + "input_ids").long(),
             loss_mask=self.get(prefix + "loss_mask") != 0,
             doc_offsets=self.get(prefix + "doc_offsets").long(),
-            anchors=self.get(prefix + "anchors").long(),
+            anchors=self.get(prefix + "anchors").long() if prefix + "anchors" in self.names else None,
             features=features,
             last_hidden=planes[:, -1] if has_teacher else None,
         )
+
+    def kept_ids(self):
+        """Target ids of the draft vocabulary, in the order of draft ids. [Vd]; None: the whole vocabulary."""
+        if "d2t" not in self.names:
+            return None
+        offsets = self.get("d2t").long()
+        return torch.arange(len(offsets)) + offsets
 
     def own_target(self):
         """The target that a golden file carries in itself, or None."""
