@@ -39,6 +39,7 @@ enum trace_column {
     COLUMN_COUNT
 };
 
+// Of EAGLE-3, COLUMN_BLOCK and COLUMN_SLOT are slots.position and slots.ttt_step.
 static const char *const column_names[COLUMN_COUNT] = {
     "slots.row",         "slots.block",          "slots.slot",           "slots.label",
     "slots.teacher_row", "slots.student_argmax", "slots.teacher_argmax", "slots.weight",
@@ -112,6 +113,20 @@ static void keep_row(void *context, const struct row *row, const int32_t *anchor
     }
 }
 
+static bool is_eagle3(const struct trace *trace)
+{
+    return trace->config.drafter.kind == DRAFTER_EAGLE3;
+}
+
+static const char *column_name(const struct trace *trace, int column)
+{
+    if (is_eagle3(trace) && column == COLUMN_BLOCK)
+        return "slots.position";
+    if (is_eagle3(trace) && column == COLUMN_SLOT)
+        return "slots.ttt_step";
+    return column_names[column];
+}
+
 static void keep_group(void *context, int64_t first_block, const struct slot *slots, int64_t count,
                        const struct slot_results *results)
 {
@@ -119,8 +134,11 @@ static void keep_group(void *context, int64_t first_block, const struct slot *sl
     int32_t row = (int32_t)trace->row_count - 1;
     for (int64_t i = 0; i < count; i++) {
         int32_t block = (int32_t)first_block + slots[i].block;
+        int32_t place = is_eagle3(trace) ? trace->rows[row].anchors[block] - 1 : block;
+        if (results->weight[i] == 0.0f && is_eagle3(trace))
+            continue; // masked: the target's own answer is outside the draft vocabulary
         const void *values[COLUMN_COUNT] = {&row,
-                                            &block,
+                                            &place,
                                             &slots[i].slot,
                                             &slots[i].label,
                                             &slots[i].teacher_row,
@@ -170,18 +188,21 @@ static void add_vector(struct trace_file *file, const char *name, enum dtype dty
 }
 
 static void add_row(struct trace_file *file, int64_t r, const struct trace_row *kept,
-                    int64_t features)
+                    int64_t features, bool anchors)
 {
     const struct row *row = &kept->row;
     char name[64];
 #define ROW_VECTOR(field, dtype, count, bytes)                                                     \
-    snprintf(name, sizeof(name), "row%lld." field, (long long)r);                                  \
-    add_vector(file, name, dtype, count, bytes)
+    do {                                                                                           \
+        snprintf(name, sizeof(name), "row%lld." field, (long long)r);                              \
+        add_vector(file, name, dtype, count, bytes);                                               \
+    } while (0)
     ROW_VECTOR("input_ids", DTYPE_I32, row->tokens, row->input_ids);
     ROW_VECTOR("positions", DTYPE_I32, row->tokens, row->positions);
     ROW_VECTOR("loss_mask", DTYPE_U8, row->tokens, row->loss_mask);
     ROW_VECTOR("doc_offsets", DTYPE_I64, row->documents + 1, row->doc_offsets);
-    ROW_VECTOR("anchors", DTYPE_I32, kept->anchor_count, kept->anchors);
+    if (anchors)
+        ROW_VECTOR("anchors", DTYPE_I32, kept->anchor_count, kept->anchors);
 #undef ROW_VECTOR
     snprintf(name, sizeof(name), "row%lld.hidden_states", (long long)r);
     add(file, name, kept->values != NULL ? DTYPE_F32 : DTYPE_BF16, 3,
@@ -231,7 +252,8 @@ static void add_metadata(struct trace_file *file, const struct trace *trace)
     snprintf(step, sizeof(step), "%lld", (long long)trace->before.counters.step + 1);
     char *json = config_to_json(&trace->config);
     safetensors_writer_metadata(file->writer, "config", json);
-    safetensors_writer_metadata(file->writer, "kind", "dflash");
+    safetensors_writer_metadata(file->writer, "kind",
+                                config_choice_name("drafter", "kind", trace->config.drafter.kind));
     safetensors_writer_metadata(file->writer, "step", step);
     safetensors_writer_metadata(file->writer, "world_size", "1");
     safetensors_writer_metadata(file->writer, "version", DTRAIN_VERSION);
@@ -251,9 +273,9 @@ static int write_file(struct trace *trace, const char *path, struct error *err)
         return -1;
     add_metadata(&file, trace);
     for (int64_t r = 0; r < trace->row_count; r++)
-        add_row(&file, r, &trace->rows[r], trace->session.features);
+        add_row(&file, r, &trace->rows[r], trace->session.features, !is_eagle3(trace));
     for (int c = 0; c < COLUMN_COUNT; c++)
-        add_vector(&file, column_names[c], c < COLUMN_WEIGHT ? DTYPE_I32 : DTYPE_F32,
+        add_vector(&file, column_name(trace, c), c < COLUMN_WEIGHT ? DTYPE_I32 : DTYPE_F32,
                    (int64_t)trace->columns[c].count, trace->columns[c].bytes);
     const struct params *params = &trace->session.params;
     add_params(&file, "param", params, trace->before.master);
