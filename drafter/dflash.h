@@ -11,7 +11,8 @@
 #ifndef DRAFTER_DFLASH_H
 #define DRAFTER_DFLASH_H
 
-#include "drafter/drafter_options.h"
+#include "drafter/context_input.h"
+#include "drafter/layer.h"
 
 struct dflash_layer; // one layer's weights, gradients and kept activations
 
@@ -20,11 +21,8 @@ struct dflash {
     struct dflash_layer *layers; // [sizes->layers]
     struct dflash_buffers *buffers;
     const struct drafter_hooks *hooks; // NULL: none; to be set after planning
-    const struct row *row;             // between context_forward and the last group
-    const bf16 *features;
-    enum noise_kind noise; // of the row
-    const void *fc_in;     // [T, L * H], rows fc_stride elements apart
-    int64_t fc_stride;
+    struct layer_ops ops;
+    struct context_input input; // of the row between context_forward and the last group
     // Gradients of matrices that nothing has been added to: the next product overwrites what is there.
     bool fresh_layers, fresh_fc;
     int64_t blocks; // of the group in flight
@@ -73,8 +71,5 @@ void *dflash_group_gradient(struct dflash *dflash);
 // context keys' and values' backward runs, then fc and hidden_norm.
 void dflash_group_backward(struct dflash *dflash, const struct backend *backend,
                            struct stream *stream, bool last);
-
-// Noise as context_load adds it, for a trace: out [T, L, H] fp32.
-void dflash_noise(const struct dflash *dflash, const struct row *row, uint64_t seed, float *out);
 
 #endif

@@ -21,63 +21,13 @@ void dflash_settle_gradients(struct dflash *d, const struct backend *backend, st
     d->fresh_layers = d->fresh_fc = false;
 }
 
-// weight.grad = or += dout^T in
-static void weight_backward(const struct dflash *d, const struct backend *backend,
-                            struct stream *stream, int64_t rows, const void *dout, const void *in,
-                            const struct dflash_tensor *weight, bool fresh)
-{
-    enum dtype type = d->options.compute;
-    backend->kernels->gemm(stream, &(struct gemm){.m = weight->rows,
-                                                  .n = weight->columns,
-                                                  .k = rows,
-                                                  .transpose_a = true,
-                                                  .alpha = 1.0f,
-                                                  .beta = fresh ? 0.0f : 1.0f,
-                                                  .a = dout,
-                                                  .b = in,
-                                                  .c = weight->grad,
-                                                  .a_type = type,
-                                                  .b_type = type,
-                                                  .c_type = DTYPE_F32});
-}
-
-// din[rows, columns] = dout weight
-static void input_backward(const struct dflash *d, const struct backend *backend,
-                           struct stream *stream, int64_t rows, const void *dout,
-                           const struct dflash_tensor *weight, void *din)
-{
-    enum dtype type = d->options.compute;
-    backend->kernels->gemm(stream, &(struct gemm){.m = rows,
-                                                  .n = weight->columns,
-                                                  .k = weight->rows,
-                                                  .alpha = 1.0f,
-                                                  .a = dout,
-                                                  .b = weight->weight,
-                                                  .c = din,
-                                                  .a_type = type,
-                                                  .b_type = type,
-                                                  .c_type = type});
-}
-
 // Of a layer's matrix: both.
 static void linear_backward(const struct dflash *d, const struct backend *backend,
                             struct stream *stream, int64_t rows, const void *dout, const void *in,
-                            const struct dflash_tensor *weight, void *din)
+                            const struct layer_tensor *weight, void *din)
 {
-    weight_backward(d, backend, stream, rows, dout, in, weight, d->fresh_layers);
-    input_backward(d, backend, stream, rows, dout, weight, din);
-}
-
-static void norm_backward(const struct dflash *d, const struct backend *backend,
-                          struct stream *stream, int64_t rows, const void *x, enum dtype x_type,
-                          float *rstd, const struct dflash_tensor *weight, const void *dy, void *dx,
-                          bool add)
-{
-    struct rms_norm norm = dflash_norm(d, rows, x, x_type, weight, NULL, rstd);
-    norm.dy = dy;
-    norm.dx = dx;
-    norm.dx_add = add;
-    backend->kernels->rms_norm_backward(stream, &norm);
+    layer_weight_backward(&d->ops, backend, stream, rows, dout, in, weight, d->fresh_layers);
+    layer_input_backward(&d->ops, backend, stream, rows, dout, weight, din);
 }
 
 // Brings back what the recompute level did not keep of layer l, but for the activations.
@@ -91,11 +41,11 @@ static void recompute(struct dflash *d, const struct backend *backend, struct st
         dflash_layer_forward(d, backend, stream, l, NULL);
     if (d->options.recompute != RECOMPUTE_LEVEL_CHEAP)
         return;
-    struct rms_norm norm =
-        dflash_norm(d, n, layer->x, DTYPE_F32, &layer->input_norm, layer->n1, layer->input_rstd);
+    struct rms_norm norm = layer_norm(&d->ops, n, layer->x, DTYPE_F32, &layer->input_norm,
+                                      layer->n1, layer->input_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);
-    norm = dflash_norm(d, behind, layer->mid, DTYPE_F32, &layer->post_norm, layer->n2,
-                       layer->post_rstd);
+    norm = layer_norm(&d->ops, behind, layer->mid, DTYPE_F32, &layer->post_norm, layer->n2,
+                      layer->post_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);
 }
 
@@ -109,7 +59,7 @@ static void mlp_backward(struct dflash *d, const struct backend *backend, struct
     // Activations that were not kept come back in the place of their gradient.
     bool kept = dflash_keeps_cheap(&d->options);
     void *act = kept ? layer->act : b->dact;
-    input_backward(d, backend, stream, n, b->dx, &layer->down, b->dact);
+    layer_input_backward(&d->ops, backend, stream, n, b->dx, &layer->down, b->dact);
     backend->kernels->swiglu_backward(stream, &(struct swiglu){.rows = n,
                                                                .width = s->intermediate,
                                                                .type = d->options.compute,
@@ -117,11 +67,11 @@ static void mlp_backward(struct dflash *d, const struct backend *backend, struct
                                                                .y = kept ? NULL : act,
                                                                .dy = b->dact,
                                                                .dgate_up = layer->gate_up_rows});
-    weight_backward(d, backend, stream, n, b->dx, act, &layer->down, d->fresh_layers);
+    layer_weight_backward(&d->ops, backend, stream, n, b->dx, act, &layer->down, d->fresh_layers);
     linear_backward(d, backend, stream, n, layer->gate_up_rows, layer->n2, &layer->gate_up,
                     b->dnorm);
-    norm_backward(d, backend, stream, n, layer->mid, DTYPE_F32, layer->post_rstd, &layer->post_norm,
-                  b->dnorm, b->dx, true);
+    layer_norm_backward(&d->ops, backend, stream, n, layer->mid, DTYPE_F32, layer->post_rstd,
+                        &layer->post_norm, b->dnorm, b->dx, true);
 }
 
 // Gradients of wanted rows, to be those of block rows; 0 for the others.
@@ -175,29 +125,29 @@ static void attention_backward(struct dflash *d, const struct backend *backend,
     attention.delta = b->delta;
     attention.dq = b->dq;
     attention.dk_block = b->dkey;
-    attention.dv_block = dflash_at_mutable(b->dqkv, type, q + kv);
+    attention.dv_block = layer_at_mutable(b->dqkv, type, q + kv);
     attention.dk_context = layer->dcontext_k;
     attention.dv_context = layer->dcontext_v;
     backend->kernels->attention_backward(stream, &attention);
 
-    struct norm_rope rope = dflash_norm_rope(d, n, s->heads, layer->qkv_rows, stride,
-                                             &layer->q_norm, b->row_positions, NULL);
+    struct norm_rope rope = layer_norm_rope(&d->ops, n, s->heads, layer->qkv_rows, stride,
+                                            &layer->q_norm, b->row_positions, NULL);
     rope.dy = b->dq;
     rope.dy_type = type;
     rope.dx = b->dqkv;
     rope.dx_stride = stride;
     backend->kernels->norm_rope_backward(stream, &rope);
-    rope = dflash_norm_rope(d, n, s->kv_heads, dflash_at(layer->qkv_rows, type, q), stride,
-                            &layer->k_norm, b->row_positions, NULL);
+    rope = layer_norm_rope(&d->ops, n, s->kv_heads, layer_at(layer->qkv_rows, type, q), stride,
+                           &layer->k_norm, b->row_positions, NULL);
     rope.dy = b->dkey;
     rope.dy_type = type;
-    rope.dx = dflash_at_mutable(b->dqkv, type, q);
+    rope.dx = layer_at_mutable(b->dqkv, type, q);
     rope.dx_stride = stride;
     backend->kernels->norm_rope_backward(stream, &rope);
 
     linear_backward(d, backend, stream, n, b->dqkv, layer->n1, &layer->qkv, b->dnorm);
-    norm_backward(d, backend, stream, n, layer->x, DTYPE_F32, layer->input_rstd, &layer->input_norm,
-                  b->dnorm, b->dx, true);
+    layer_norm_backward(&d->ops, backend, stream, n, layer->x, DTYPE_F32, layer->input_rstd,
+                        &layer->input_norm, b->dnorm, b->dx, true);
 }
 
 // Context keys and values of layer l, whose gradients are complete: adds to dcontext [T, H].
@@ -208,9 +158,9 @@ static void context_layer_backward(struct dflash *d, const struct backend *backe
     struct dflash_layer *layer = &d->layers[l];
     struct dflash_buffers *b = d->buffers;
     enum dtype type = d->options.compute;
-    int64_t t = d->row->tokens, kv = s->kv_heads * s->head_dim;
-    struct norm_rope rope = dflash_norm_rope(d, t, s->kv_heads, layer->context_kv, 2 * kv,
-                                             &layer->k_norm, b->positions, NULL);
+    int64_t t = d->input.row->tokens, kv = s->kv_heads * s->head_dim;
+    struct norm_rope rope = layer_norm_rope(&d->ops, t, s->kv_heads, layer->context_kv, 2 * kv,
+                                            &layer->k_norm, d->input.positions, NULL);
     rope.dy = layer->dcontext_k;
     rope.dy_type = DTYPE_F32;
     rope.dx = b->dkv;
@@ -220,11 +170,11 @@ static void context_layer_backward(struct dflash *d, const struct backend *backe
                                                         .width = kv,
                                                         .to_stride = 2 * kv,
                                                         .from = layer->dcontext_v,
-                                                        .to = dflash_at_mutable(b->dkv, type, kv),
+                                                        .to = layer_at_mutable(b->dkv, type, kv),
                                                         .from_type = DTYPE_F32,
                                                         .to_type = type});
     // The layer's own backward pass has been there before.
-    weight_backward(d, backend, stream, t, b->dkv, b->context, &layer->kv, false);
+    layer_weight_backward(&d->ops, backend, stream, t, b->dkv, b->context, &layer->kv, false);
     backend->kernels->gemm(stream, &(struct gemm){.m = t,
                                                   .n = s->hidden,
                                                   .k = 2 * kv,
@@ -238,21 +188,20 @@ static void context_layer_backward(struct dflash *d, const struct backend *backe
                                                   .c_type = DTYPE_F32});
 }
 
-static void context_input_backward(struct dflash *d, const struct backend *backend,
-                                   struct stream *stream)
+static void fused_backward(struct dflash *d, const struct backend *backend, struct stream *stream)
 {
     struct dflash_buffers *b = d->buffers;
     enum dtype type = d->options.compute;
-    int64_t t = d->row->tokens;
+    int64_t t = d->input.row->tokens;
     backend->kernels->convert(stream, &(struct convert){.count = t * d->options.sizes->hidden,
                                                         .from = b->dcontext,
                                                         .to = b->dcontext_rows,
                                                         .from_type = DTYPE_F32,
                                                         .to_type = type});
-    norm_backward(d, backend, stream, t, b->fused, d->options.compute, b->fused_rstd,
-                  &b->hidden_norm, b->dcontext_rows, b->dcontext_rows, false);
+    layer_norm_backward(&d->ops, backend, stream, t, b->fused, d->options.compute, b->fused_rstd,
+                        &b->hidden_norm, b->dcontext_rows, b->dcontext_rows, false);
     if (!dflash_keeps_cheap(&d->options))
-        dflash_load_context(d, backend, stream);
+        context_input_load(&d->input, &d->options, backend, stream);
     backend->kernels->gemm(stream, &(struct gemm){.m = b->fc.rows,
                                                   .n = b->fc.columns,
                                                   .k = t,
@@ -260,8 +209,8 @@ static void context_input_backward(struct dflash *d, const struct backend *backe
                                                   .alpha = 1.0f,
                                                   .beta = d->fresh_fc ? 0.0f : 1.0f,
                                                   .a = b->dcontext_rows,
-                                                  .b = d->fc_in,
-                                                  .ldb = d->fc_stride,
+                                                  .b = d->input.fc_in,
+                                                  .ldb = d->input.fc_stride,
                                                   .c = b->fc.grad,
                                                   .a_type = type,
                                                   .b_type = type,
@@ -299,8 +248,8 @@ void dflash_group_backward(struct dflash *d, const struct backend *backend, stru
     const struct drafter_sizes *s = d->options.sizes;
     struct dflash_buffers *b = d->buffers;
     BUG_UNLESS(d->options.training);
-    norm_backward(d, backend, stream, d->wanted, b->last, DTYPE_F32, b->last_rstd, &b->norm, b->dx,
-                  b->dx, false);
+    layer_norm_backward(&d->ops, backend, stream, d->wanted, b->last, DTYPE_F32, b->last_rstd,
+                        &b->norm, b->dx, b->dx, false);
     tell_final(d, last, 0);
     for (int64_t l = s->layers - 1; l >= 0; l--) {
         recompute(d, backend, stream, l);
@@ -312,6 +261,6 @@ void dflash_group_backward(struct dflash *d, const struct backend *backend, stru
     }
     d->fresh_layers = false;
     if (last)
-        context_input_backward(d, backend, stream);
+        fused_backward(d, backend, stream);
     tell_final(d, last, s->layers + 1);
 }

@@ -5,71 +5,12 @@
 #include <string.h>
 
 #include "base/log.h"
-#include "base/rng.h"
 #include "data/anchors.h"
 
 void dflash_need_weights(const struct dflash *d, int part)
 {
     if (d->hooks != NULL)
         d->hooks->weights_needed(d->hooks->context, part);
-}
-
-void dflash_linear(const struct dflash *d, const struct backend *backend, struct stream *stream,
-                   int64_t rows, const void *in, const struct dflash_tensor *weight,
-                   const void *add, void *out)
-{
-    enum dtype type = d->options.compute;
-    backend->kernels->gemm(stream, &(struct gemm){.m = rows,
-                                                  .n = weight->rows,
-                                                  .k = weight->columns,
-                                                  .transpose_b = true,
-                                                  .alpha = 1.0f,
-                                                  .beta = add != NULL ? 1.0f : 0.0f,
-                                                  .a = in,
-                                                  .b = weight->weight,
-                                                  .d = add,
-                                                  .c = out,
-                                                  .a_type = type,
-                                                  .b_type = type,
-                                                  .c_type = add != NULL ? DTYPE_F32 : type});
-}
-
-struct rms_norm dflash_norm(const struct dflash *d, int64_t rows, const void *x, enum dtype x_type,
-                            const struct dflash_tensor *norm, void *y, float *rstd)
-{
-    return (struct rms_norm){.rows = rows,
-                             .width = norm->rows,
-                             .eps = d->options.sizes->eps,
-                             .type = d->options.compute,
-                             .x_type = x_type,
-                             .x = x,
-                             .weight = norm->weight,
-                             .y = y,
-                             .rstd = rstd,
-                             .dweight = norm->grad,
-                             .scratch = d->buffers->norm_scratch};
-}
-
-struct norm_rope dflash_norm_rope(const struct dflash *d, int64_t rows, int64_t heads,
-                                  const void *x, int64_t stride, const struct dflash_tensor *norm,
-                                  const int32_t *positions, void *y)
-{
-    const struct drafter_sizes *s = d->options.sizes;
-    return (struct norm_rope){.rows = rows,
-                              .heads = heads,
-                              .head_dim = s->head_dim,
-                              .eps = s->eps,
-                              .type = d->options.compute,
-                              .x = x,
-                              .x_stride = stride,
-                              .weight = norm->weight,
-                              .positions = positions,
-                              .cos = d->buffers->cos,
-                              .sin = d->buffers->sin,
-                              .table_rows = d->options.max_tokens + s->block_size,
-                              .y = y,
-                              .dweight = norm->grad,
-                              .scratch = d->buffers->norm_scratch};
 }
 
 struct attention dflash_attention(const struct dflash *d, int64_t l)
@@ -81,7 +22,7 @@ struct attention dflash_attention(const struct dflash *d, int64_t l)
     int64_t q = s->heads * s->head_dim, kv = s->kv_heads * s->head_dim;
     return (struct attention){.rows = d->blocks * s->block_size,
                               .block_size = s->block_size,
-                              .context = d->row->tokens,
+                              .context = d->input.row->tokens,
                               .heads = s->heads,
                               .kv_heads = s->kv_heads,
                               .head_dim = s->head_dim,
@@ -90,84 +31,15 @@ struct attention dflash_attention(const struct dflash *d, int64_t l)
                               .type = type,
                               .q = layer->q,
                               .k_block = layer->key,
-                              .v_block = dflash_at(layer->qkv_rows, type, q + kv),
+                              .v_block = layer_at(layer->qkv_rows, type, q + kv),
                               .k_context = layer->context_k,
-                              .v_context = dflash_at(layer->context_kv, type, kv),
+                              .v_context = layer_at(layer->context_kv, type, kv),
                               .v_block_stride = q + 2 * kv,
                               .v_context_stride = 2 * kv,
                               .begin = layer->sliding ? b->begin_sliding : b->begin_full,
                               .end = b->end,
                               .out = layer->attention,
                               .lse = layer->lse};
-}
-
-void dflash_load_context(struct dflash *d, const struct backend *backend, struct stream *stream)
-{
-    const struct drafter_options *o = &d->options;
-    struct dflash_buffers *b = d->buffers;
-    d->fc_in = dflash_reads_features(o) ? (const void *)d->features : b->context_in;
-    if (dflash_reads_features(o))
-        return;
-    const struct feature_layout *f = &o->features;
-    struct context_load load = {.tokens = d->row->tokens,
-                                .layers = o->sizes->features,
-                                .hidden = o->sizes->hidden,
-                                .in = d->features,
-                                .in_bytes = f->stride * (int64_t)sizeof(bf16),
-                                .plane = o->plane,
-                                .type = o->compute,
-                                .out = b->context_in,
-                                .noise = d->noise,
-                                .noise_std = o->noise_std,
-                                .noise_key = b->noise_key,
-                                .positions = b->positions,
-                                .blank = b->blank};
-    if (f->float8) {
-        load.in = d->features + f->codes;
-        load.scales = (const float *)(const void *)d->features;
-        load.scale_stride = load.in_bytes / (int64_t)sizeof(float);
-    }
-    backend->kernels->context_load(stream, &load);
-}
-
-// Positions, blanks and noise keys of the row's tokens.
-static void row_inputs(struct dflash *d, const struct backend *backend, struct stream *stream,
-                       uint64_t seed)
-{
-    struct dflash_buffers *b = d->buffers;
-    const struct row *row = d->row;
-    size_t tokens = (size_t)row->tokens;
-    memcpy(b->h_positions, row->positions, tokens * sizeof(int32_t));
-    memcpy(b->h_blank, row->blank, tokens);
-    backend->copy_in(stream, b->positions, b->h_positions, tokens * sizeof(int32_t));
-    backend->copy_in(stream, b->blank, b->h_blank, tokens);
-    if (d->noise == NOISE_KIND_NONE)
-        return;
-    for (int64_t document = 0; document < row->documents; document++) {
-        struct rng_key key = rng_key_make(seed, row->epoch, row->doc_ids[document], RNG_NOISE);
-        for (int64_t t = row->doc_offsets[document]; t < row->doc_offsets[document + 1]; t++) {
-            b->h_noise_key[2 * t] = key.word[0];
-            b->h_noise_key[2 * t + 1] = key.word[1];
-        }
-    }
-    backend->copy_in(stream, b->noise_key, b->h_noise_key, tokens * 2 * sizeof(uint32_t));
-}
-
-void dflash_noise(const struct dflash *d, const struct row *row, uint64_t seed, float *out)
-{
-    const struct drafter_options *o = &d->options;
-    int64_t layers = o->sizes->features, hidden = o->sizes->hidden;
-    for (int64_t document = 0; document < row->documents; document++) {
-        struct rng_key key = rng_key_make(seed, row->epoch, row->doc_ids[document], RNG_NOISE);
-        for (int64_t t = row->doc_offsets[document]; t < row->doc_offsets[document + 1]; t++)
-            for (int64_t i = 0; i < layers * hidden; i++) {
-                uint64_t counter = (uint64_t)(row->positions[t] * layers * hidden + i);
-                float draw = o->noise == NOISE_KIND_NORMAL
-                                 ? rng_normal(key, counter)
-                                 : 2.0f * rng_uniform(key, counter) - 1.0f;
-                out[t * layers * hidden + i] = o->noise_std * draw;
-            }
-    }
 }
 
 void dflash_context_forward(struct dflash *d, const struct backend *backend, struct stream *stream,
@@ -177,35 +49,31 @@ void dflash_context_forward(struct dflash *d, const struct backend *backend, str
     const struct drafter_sizes *s = o->sizes;
     struct dflash_buffers *b = d->buffers;
     int64_t t = row->tokens, kv = s->kv_heads * s->head_dim;
-    if (t > o->max_tokens)
-        BUG("a row of %lld tokens, planned for %lld", (long long)t, (long long)o->max_tokens);
-    d->row = row;
-    d->features = features;
-    d->noise = noisy ? o->noise : NOISE_KIND_NONE;
-    row_inputs(d, backend, stream, seed);
-    dflash_load_context(d, backend, stream);
+    context_input_begin(&d->input, o, backend, stream, row, features, noisy, seed);
+    context_input_load(&d->input, o, backend, stream);
     dflash_need_weights(d, 0);
     backend->kernels->gemm(stream, &(struct gemm){.m = t,
                                                   .n = s->hidden,
                                                   .k = b->fc.columns,
                                                   .transpose_b = true,
                                                   .alpha = 1.0f,
-                                                  .a = d->fc_in,
-                                                  .lda = d->fc_stride,
+                                                  .a = d->input.fc_in,
+                                                  .lda = d->input.fc_stride,
                                                   .b = b->fc.weight,
                                                   .c = b->fused,
                                                   .a_type = o->compute,
                                                   .b_type = o->compute,
                                                   .c_type = o->compute});
     struct rms_norm norm =
-        dflash_norm(d, t, b->fused, o->compute, &b->hidden_norm, b->context, b->fused_rstd);
+        layer_norm(&d->ops, t, b->fused, o->compute, &b->hidden_norm, b->context, b->fused_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);
     for (int64_t l = 0; l < s->layers; l++) {
         struct dflash_layer *layer = &d->layers[l];
         dflash_need_weights(d, dflash_context_part(l));
-        dflash_linear(d, backend, stream, t, b->context, &layer->kv, NULL, layer->context_kv);
-        struct norm_rope rope = dflash_norm_rope(d, t, s->kv_heads, layer->context_kv, 2 * kv,
-                                                 &layer->k_norm, b->positions, layer->context_k);
+        layer_linear(&d->ops, backend, stream, t, b->context, &layer->kv, NULL, layer->context_kv);
+        struct norm_rope rope =
+            layer_norm_rope(&d->ops, t, s->kv_heads, layer->context_kv, 2 * kv, &layer->k_norm,
+                            d->input.positions, layer->context_k);
         backend->kernels->norm_rope_forward(stream, &rope);
         if (!o->training)
             continue;
@@ -272,7 +140,7 @@ static void group_inputs(struct dflash *d, const struct backend *backend, struct
                          const int32_t *anchors, int64_t count)
 {
     const struct drafter_sizes *s = d->options.sizes;
-    const struct row *row = d->row;
+    const struct row *row = d->input.row;
     struct dflash_buffers *b = d->buffers;
     int64_t n = count * s->block_size, capacity = d->options.group_rows;
     int32_t *ids = d->h_index, *positions = ids + capacity, *full = positions + capacity,
@@ -304,15 +172,15 @@ static void attention_layer_forward(struct dflash *d, const struct backend *back
     int64_t n = d->blocks * s->block_size, q = s->heads * s->head_dim;
     int64_t kv = s->kv_heads * s->head_dim, stride = q + 2 * kv;
 
-    struct rms_norm norm =
-        dflash_norm(d, n, layer->x, DTYPE_F32, &layer->input_norm, layer->n1, layer->input_rstd);
+    struct rms_norm norm = layer_norm(&d->ops, n, layer->x, DTYPE_F32, &layer->input_norm,
+                                      layer->n1, layer->input_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);
-    dflash_linear(d, backend, stream, n, layer->n1, &layer->qkv, NULL, layer->qkv_rows);
-    struct norm_rope rope = dflash_norm_rope(d, n, s->heads, layer->qkv_rows, stride,
-                                             &layer->q_norm, b->row_positions, layer->q);
+    layer_linear(&d->ops, backend, stream, n, layer->n1, &layer->qkv, NULL, layer->qkv_rows);
+    struct norm_rope rope = layer_norm_rope(&d->ops, n, s->heads, layer->qkv_rows, stride,
+                                            &layer->q_norm, b->row_positions, layer->q);
     backend->kernels->norm_rope_forward(stream, &rope);
-    rope = dflash_norm_rope(d, n, s->kv_heads, dflash_at(layer->qkv_rows, type, q), stride,
-                            &layer->k_norm, b->row_positions, layer->key);
+    rope = layer_norm_rope(&d->ops, n, s->kv_heads, layer_at(layer->qkv_rows, type, q), stride,
+                           &layer->k_norm, b->row_positions, layer->key);
     backend->kernels->norm_rope_forward(stream, &rope);
     struct attention attention = dflash_attention(d, l);
     backend->kernels->attention_forward(stream, &attention);
@@ -331,11 +199,12 @@ static void mlp_forward(struct dflash *d, const struct backend *backend, struct 
         pick_rows(d, backend, stream, layer->x, DTYPE_F32, s->hidden, layer->mid);
         residual = layer->mid;
     }
-    dflash_linear(d, backend, stream, n, attention, &layer->o, residual, layer->mid);
-    struct rms_norm norm =
-        dflash_norm(d, n, layer->mid, DTYPE_F32, &layer->post_norm, layer->n2, layer->post_rstd);
+    layer_linear(&d->ops, backend, stream, n, attention, &layer->o, residual, layer->mid);
+    struct rms_norm norm = layer_norm(&d->ops, n, layer->mid, DTYPE_F32, &layer->post_norm,
+                                      layer->n2, layer->post_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);
-    dflash_linear(d, backend, stream, n, layer->n2, &layer->gate_up, NULL, layer->gate_up_rows);
+    layer_linear(&d->ops, backend, stream, n, layer->n2, &layer->gate_up, NULL,
+                 layer->gate_up_rows);
     if (out == NULL) // computed again, and the backward pass finds the activations by itself
         return;
     backend->kernels->swiglu_forward(stream, &(struct swiglu){.rows = n,
@@ -343,7 +212,7 @@ static void mlp_forward(struct dflash *d, const struct backend *backend, struct 
                                                               .type = d->options.compute,
                                                               .gate_up = layer->gate_up_rows,
                                                               .y = layer->act});
-    dflash_linear(d, backend, stream, n, layer->act, &layer->down, layer->mid, out);
+    layer_linear(&d->ops, backend, stream, n, layer->act, &layer->down, layer->mid, out);
 }
 
 void dflash_layer_forward(struct dflash *d, const struct backend *backend, struct stream *stream,
@@ -383,7 +252,7 @@ const void *dflash_group_forward(struct dflash *d, const struct backend *backend
     }
     dflash_need_weights(d, o->params->parts - 1);
     struct rms_norm norm =
-        dflash_norm(d, d->wanted, b->last, DTYPE_F32, &b->norm, b->hidden, b->last_rstd);
+        layer_norm(&d->ops, d->wanted, b->last, DTYPE_F32, &b->norm, b->hidden, b->last_rstd);
     backend->kernels->rms_norm_forward(stream, &norm);
     return b->hidden;
 }

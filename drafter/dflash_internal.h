@@ -4,16 +4,9 @@
 
 #include "drafter/dflash.h"
 
-// Weights and gradients of a tensor; a matrix [rows, columns].
-struct dflash_tensor {
-    const void *weight; // a matrix in compute dtype, a norm in fp32
-    float *grad;
-    int64_t rows, columns;
-};
-
 struct dflash_layer {
-    struct dflash_tensor input_norm, qkv, q_norm, k_norm, o, post_norm, gate_up, down;
-    struct dflash_tensor kv; // k and v of qkv, for the context
+    struct layer_tensor input_norm, qkv, q_norm, k_norm, o, post_norm, gate_up, down;
+    struct layer_tensor kv; // k and v of qkv, for the context
     bool sliding;
     // context, kept from forward to the last group's backward
     void *context_kv;  // [T, 2 * kv_heads * head_dim] keys before norm and rope, then values
@@ -38,16 +31,12 @@ struct dflash_layer {
 };
 
 struct dflash_buffers {
-    struct dflash_tensor fc, hidden_norm, norm;
+    struct layer_tensor fc, hidden_norm, norm;
     float *cos, *sin; // [max_tokens + B, head_dim / 2]
     // context
-    void *context_in;    // [T, L * H]; none where fc reads the features themselves
-    void *fused;         // [T, H] fc output
-    float *fused_rstd;   // [T]
-    void *context;       // [T, H] c
-    int32_t *positions;  // [T]
-    uint32_t *noise_key; // [T, 2]
-    uint8_t *blank;      // [T]
+    void *fused;       // [T, H] fc output
+    float *fused_rstd; // [T]
+    void *context;     // [T, H] c
     // group
     int32_t *ids, *row_positions; // [N]
     int32_t *begin_full, *end;    // [N]
@@ -69,10 +58,6 @@ struct dflash_buffers {
     void *dcontext_rows; // [T, H] compute dtype
     void *dkv;           // [T, 2 * kv_heads * head_dim] gradient of a layer's context_kv
     float *norm_scratch; // [RMS_NORM_PARTS, max(H, head_dim)]
-    // host
-    uint32_t *h_noise_key; // [T, 2]
-    int32_t *h_positions;  // [T]
-    uint8_t *h_blank;      // [T]
 };
 
 void dflash_need_weights(const struct dflash *d, int part);
@@ -87,28 +72,10 @@ const void *dflash_attention_behind(const struct dflash *d, const struct backend
 // Whether the level keeps what is cheap to compute again.
 bool dflash_keeps_cheap(const struct drafter_options *options);
 
-// Pointer `elements` into an array of dtype.
-const void *dflash_at(const void *base, enum dtype type, int64_t elements);
-void *dflash_at_mutable(void *base, enum dtype type, int64_t elements);
-
-// Whether the features are what fc reads as they are: the first planes in order, bf16 (both), no noise.
-// (Those of bad documents are zeros already.)
-bool dflash_reads_features(const struct drafter_options *options);
-// Makes fc_in from the row's features, and the noise keys, positions and blanks on the backend.
-void dflash_load_context(struct dflash *d, const struct backend *backend, struct stream *stream);
-// out[rows, weight.rows] = in[rows, weight.columns] weight^T (+ add)
-void dflash_linear(const struct dflash *d, const struct backend *backend, struct stream *stream,
-                   int64_t rows, const void *in, const struct dflash_tensor *weight,
-                   const void *add, void *out);
 // Layer `l` from its x to `out` (a row for each of dflash_rows_behind), filling the layer's buffers; NULL: only
 // those up to gate_up_rows.
 void dflash_layer_forward(struct dflash *d, const struct backend *backend, struct stream *stream,
                           int64_t l, void *out);
-struct rms_norm dflash_norm(const struct dflash *d, int64_t rows, const void *x, enum dtype x_type,
-                            const struct dflash_tensor *norm, void *y, float *rstd);
 struct attention dflash_attention(const struct dflash *d, int64_t l);
-struct norm_rope dflash_norm_rope(const struct dflash *d, int64_t rows, int64_t heads,
-                                  const void *x, int64_t stride, const struct dflash_tensor *norm,
-                                  const int32_t *positions, void *y);
 
 #endif

@@ -1,96 +1,31 @@
 // Owns the drafter's buffers: which exist, how large, which layers share them.
 #include "drafter/dflash_internal.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "base/log.h"
-
-const void *dflash_at(const void *base, enum dtype type, int64_t elements)
-{
-    return (const unsigned char *)base + (size_t)elements * dtype_size(type);
-}
-
-void *dflash_at_mutable(void *base, enum dtype type, int64_t elements)
-{
-    return (unsigned char *)base + (size_t)elements * dtype_size(type);
-}
 
 bool dflash_keeps_cheap(const struct drafter_options *options)
 {
     return options->training && options->recompute == RECOMPUTE_LEVEL_NONE;
 }
 
-bool dflash_reads_features(const struct drafter_options *options)
-{
-    bool in_order = true;
-    for (int64_t l = 0; l < options->sizes->features; l++)
-        in_order = in_order && options->plane[l] == l;
-    return in_order && !options->features.float8 && options->compute == DTYPE_BF16 &&
-           options->noise == NOISE_KIND_NONE;
-}
-
-// Elements between rows of what fc reads.
-static int64_t fc_stride(const struct drafter_options *options)
-{
-    return dflash_reads_features(options) ? options->features.stride
-                                          : options->sizes->features * options->sizes->hidden;
-}
-
-static int64_t norm_offset(const struct drafter_options *o, const struct param *param)
-{
-    return o->norms_packed ? param->norm_offset : param->offset;
-}
-
-static struct dflash_tensor find(const struct drafter_options *o, const char *name)
-{
-    const struct param *param = params_find(o->params, name);
-    if (param == NULL)
-        BUG("no parameter %s", name);
-    return (struct dflash_tensor){
-        .weight = param->norm ? (const void *)(o->norms + norm_offset(o, param))
-                              : dflash_at(o->weights, o->compute, param->offset),
-        .grad = o->grads != NULL ? o->grads + param->offset : NULL,
-        .rows = param->shape[0],
-        .columns = param->dims == 2 ? param->shape[1] : 1,
-    };
-}
-
-static struct dflash_tensor find_in_layer(const struct drafter_options *o, int64_t layer,
-                                          const char *name)
-{
-    char full[96];
-    snprintf(full, sizeof(full), "layers.%lld.%s", (long long)layer, name);
-    return find(o, full);
-}
-
 static void bind_layer(struct dflash_layer *layer, const struct drafter_options *o, int64_t l)
 {
     const struct drafter_sizes *s = o->sizes;
     layer->sliding = s->sliding[l];
-    layer->input_norm = find_in_layer(o, l, "input_layernorm.weight");
-    layer->qkv = find_in_layer(o, l, "self_attn.q_proj.weight");
+    layer->input_norm = layer_find_in(o, l, "input_layernorm.weight");
+    layer->qkv = layer_find_in(o, l, "self_attn.q_proj.weight");
     layer->qkv.rows = (s->heads + 2 * s->kv_heads) * s->head_dim; // q, k and v are joined
-    layer->kv = find_in_layer(o, l, "self_attn.k_proj.weight");
+    layer->kv = layer_find_in(o, l, "self_attn.k_proj.weight");
     layer->kv.rows = 2 * s->kv_heads * s->head_dim; // k and v are joined
-    layer->q_norm = find_in_layer(o, l, "self_attn.q_norm.weight");
-    layer->k_norm = find_in_layer(o, l, "self_attn.k_norm.weight");
-    layer->o = find_in_layer(o, l, "self_attn.o_proj.weight");
-    layer->post_norm = find_in_layer(o, l, "post_attention_layernorm.weight");
-    layer->gate_up = find_in_layer(o, l, "mlp.gate_proj.weight");
+    layer->q_norm = layer_find_in(o, l, "self_attn.q_norm.weight");
+    layer->k_norm = layer_find_in(o, l, "self_attn.k_norm.weight");
+    layer->o = layer_find_in(o, l, "self_attn.o_proj.weight");
+    layer->post_norm = layer_find_in(o, l, "post_attention_layernorm.weight");
+    layer->gate_up = layer_find_in(o, l, "mlp.gate_proj.weight");
     layer->gate_up.rows = 2 * s->intermediate; // gate and up are joined
-    layer->down = find_in_layer(o, l, "mlp.down_proj.weight");
-}
-
-static void *take(struct arena *arena, const char *group, int64_t l, const char *name,
-                  enum dtype type, int64_t rows, int64_t columns)
-{
-    char full[64];
-    if (l < 0)
-        snprintf(full, sizeof(full), "%s", name);
-    else
-        snprintf(full, sizeof(full), "layers.%lld.%s", (long long)l, name);
-    return arena_take(arena, group, full, type, rows, columns, 1);
+    layer->down = layer_find_in(o, l, "mlp.down_proj.weight");
 }
 
 static void plan_context(struct dflash *d, struct arena *arena)
@@ -100,24 +35,24 @@ static void plan_context(struct dflash *d, struct arena *arena)
     struct dflash_buffers *b = d->buffers;
     int64_t t = o->max_tokens, h = s->hidden, kv = s->kv_heads * s->head_dim;
     const char *group = "context";
-    b->cos = take(arena, group, -1, "rope_cos", DTYPE_F32, t + s->block_size, s->head_dim / 2);
-    b->sin = take(arena, group, -1, "rope_sin", DTYPE_F32, t + s->block_size, s->head_dim / 2);
-    if (dflash_keeps_cheap(o) && !dflash_reads_features(o))
-        b->context_in = take(arena, group, -1, "context_in", o->compute, t, s->features * h);
-    b->fused = take(arena, group, -1, "fused", o->compute, t, h);
-    b->fused_rstd = take(arena, group, -1, "fused_rstd", DTYPE_F32, t, 1);
-    b->context = take(arena, group, -1, "context", o->compute, t, h);
-    b->positions = take(arena, group, -1, "positions", DTYPE_I32, t, 1);
-    b->noise_key = take(arena, group, -1, "noise_key", DTYPE_I32, t, 2);
-    b->blank = take(arena, group, -1, "blank", DTYPE_U8, t, 1);
+    b->cos =
+        layer_take(arena, group, -1, "rope_cos", DTYPE_F32, t + s->block_size, s->head_dim / 2);
+    b->sin =
+        layer_take(arena, group, -1, "rope_sin", DTYPE_F32, t + s->block_size, s->head_dim / 2);
+    if (dflash_keeps_cheap(o) && !context_input_direct(o))
+        context_input_plan_loaded(&d->input, o, arena);
+    b->fused = layer_take(arena, group, -1, "fused", o->compute, t, h);
+    b->fused_rstd = layer_take(arena, group, -1, "fused_rstd", DTYPE_F32, t, 1);
+    b->context = layer_take(arena, group, -1, "context", o->compute, t, h);
+    context_input_plan(&d->input, o, arena);
     for (int64_t l = 0; l < s->layers; l++) {
         struct dflash_layer *layer = &d->layers[l];
-        layer->context_kv = take(arena, group, l, "context_kv", o->compute, t, 2 * kv);
-        layer->context_k = take(arena, group, l, "context_k", o->compute, t, kv);
+        layer->context_kv = layer_take(arena, group, l, "context_kv", o->compute, t, 2 * kv);
+        layer->context_k = layer_take(arena, group, l, "context_k", o->compute, t, kv);
         if (!o->training)
             continue;
-        layer->dcontext_k = take(arena, group, l, "dcontext_k", DTYPE_F32, t, kv);
-        layer->dcontext_v = take(arena, group, l, "dcontext_v", DTYPE_F32, t, kv);
+        layer->dcontext_k = layer_take(arena, group, l, "dcontext_k", DTYPE_F32, t, kv);
+        layer->dcontext_v = layer_take(arena, group, l, "dcontext_v", DTYPE_F32, t, kv);
     }
 }
 
@@ -129,20 +64,20 @@ static void plan_context_scratch(struct dflash *d, struct arena *arena)
     struct dflash_buffers *b = d->buffers;
     int64_t t = o->max_tokens, h = s->hidden, kv = s->kv_heads * s->head_dim;
     const char *group = "context";
-    if (!dflash_keeps_cheap(o) && !dflash_reads_features(o))
-        b->context_in = take(arena, group, -1, "context_in", o->compute, t, s->features * h);
+    if (!dflash_keeps_cheap(o) && !context_input_direct(o))
+        context_input_plan_loaded(&d->input, o, arena);
     if (!o->training)
         return;
-    b->dcontext = take(arena, group, -1, "dcontext", DTYPE_F32, t, h);
-    b->dcontext_rows = take(arena, group, -1, "dcontext_rows", o->compute, t, h);
-    b->dkv = take(arena, group, -1, "dkv", o->compute, t, 2 * kv);
+    b->dcontext = layer_take(arena, group, -1, "dcontext", DTYPE_F32, t, h);
+    b->dcontext_rows = layer_take(arena, group, -1, "dcontext_rows", o->compute, t, h);
+    b->dkv = layer_take(arena, group, -1, "dkv", o->compute, t, 2 * kv);
 }
 
 // A buffer of layer l. `own`: the layer's own, kept until its backward pass; else one for all layers,
 // among the scratch.
 #define LAYER_BUFFER(own, field, name, type, columns)                                              \
     if ((own) != scratch)                                                                          \
-    layer->field = (own) || l == 0 ? take(arena, "activations", l, name, type, n, columns)         \
+    layer->field = (own) || l == 0 ? layer_take(arena, "activations", l, name, type, n, columns)   \
                                    : d->layers[0].field
 
 // The kept ones, or the scratch.
@@ -178,15 +113,15 @@ static void plan_group(struct dflash *d, struct arena *arena)
     struct dflash_buffers *b = d->buffers;
     int64_t n = o->group_rows, h = o->sizes->hidden;
     const char *group = "activations";
-    b->ids = take(arena, group, -1, "ids", DTYPE_I32, n, 1);
-    b->row_positions = take(arena, group, -1, "row_positions", DTYPE_I32, n, 1);
-    b->begin_full = take(arena, group, -1, "begin_full", DTYPE_I32, n, 1);
-    b->begin_sliding = take(arena, group, -1, "begin_sliding", DTYPE_I32, n, 1);
-    b->end = take(arena, group, -1, "end", DTYPE_I32, n, 1);
-    b->wanted = take(arena, group, -1, "wanted", DTYPE_I32, n, 1);
-    b->last = take(arena, group, -1, "last", DTYPE_F32, n, h);
-    b->last_rstd = take(arena, group, -1, "last_rstd", DTYPE_F32, n, 1);
-    b->hidden = take(arena, group, -1, "hidden", o->compute, n, h);
+    b->ids = layer_take(arena, group, -1, "ids", DTYPE_I32, n, 1);
+    b->row_positions = layer_take(arena, group, -1, "row_positions", DTYPE_I32, n, 1);
+    b->begin_full = layer_take(arena, group, -1, "begin_full", DTYPE_I32, n, 1);
+    b->begin_sliding = layer_take(arena, group, -1, "begin_sliding", DTYPE_I32, n, 1);
+    b->end = layer_take(arena, group, -1, "end", DTYPE_I32, n, 1);
+    b->wanted = layer_take(arena, group, -1, "wanted", DTYPE_I32, n, 1);
+    b->last = layer_take(arena, group, -1, "last", DTYPE_F32, n, h);
+    b->last_rstd = layer_take(arena, group, -1, "last_rstd", DTYPE_F32, n, 1);
+    b->hidden = layer_take(arena, group, -1, "hidden", o->compute, n, h);
     b->dx = b->hidden; // nobody reads hidden any more when its gradient comes
 }
 
@@ -198,42 +133,49 @@ static void plan_backward(struct dflash *d, struct arena *arena)
     int64_t n = o->group_rows, h = s->hidden, q = s->heads * s->head_dim;
     int64_t kv = s->kv_heads * s->head_dim;
     const char *group = "backward";
-    b->dnorm = take(arena, group, -1, "dnorm", o->compute, n, h);
-    b->dact = dflash_keeps_cheap(o) ? take(arena, group, -1, "dact", o->compute, n, s->intermediate)
-                                    : d->layers[0].act;
-    b->dattention = take(arena, group, -1, "dattention", o->compute, n, q);
-    b->dq = take(arena, group, -1, "dq", o->compute, n, q);
+    b->dnorm = layer_take(arena, group, -1, "dnorm", o->compute, n, h);
+    b->dact = dflash_keeps_cheap(o)
+                  ? layer_take(arena, group, -1, "dact", o->compute, n, s->intermediate)
+                  : d->layers[0].act;
+    b->dattention = layer_take(arena, group, -1, "dattention", o->compute, n, q);
+    b->dq = layer_take(arena, group, -1, "dq", o->compute, n, q);
     b->picked = b->dq; // picked once more before dq comes
-    b->dkey = take(arena, group, -1, "dkey", o->compute, n, kv);
-    b->dqkv = take(arena, group, -1, "dqkv", o->compute, n, q + 2 * kv);
-    b->delta = take(arena, group, -1, "delta", DTYPE_F32, n, s->heads);
-    b->norm_scratch = take(arena, group, -1, "norm_scratch", DTYPE_F32, RMS_NORM_PARTS,
-                           h > s->head_dim ? h : s->head_dim);
+    b->dkey = layer_take(arena, group, -1, "dkey", o->compute, n, kv);
+    b->dqkv = layer_take(arena, group, -1, "dqkv", o->compute, n, q + 2 * kv);
+    b->delta = layer_take(arena, group, -1, "delta", DTYPE_F32, n, s->heads);
+    b->norm_scratch = layer_take(arena, group, -1, "norm_scratch", DTYPE_F32, RMS_NORM_PARTS,
+                                 h > s->head_dim ? h : s->head_dim);
 }
 
 // What training has in the place of a gradient.
 static void plan_scoring(struct dflash *d, struct arena *arena)
 {
     const struct drafter_options *o = &d->options;
-    d->buffers->picked = take(arena, "activations", -1, "picked", o->compute, o->group_rows,
-                              o->sizes->heads * o->sizes->head_dim);
+    d->buffers->picked = layer_take(arena, "activations", -1, "picked", o->compute, o->group_rows,
+                                    o->sizes->heads * o->sizes->head_dim);
 }
 
 void dflash_plan(struct dflash *d, const struct drafter_options *options, struct arena *arena)
 {
     BUG_UNLESS(options->group_rows % options->sizes->block_size == 0);
-    *d = (struct dflash){.options = *options, .fc_stride = fc_stride(options)};
+    *d = (struct dflash){.options = *options};
     d->layers = memory_alloc((size_t)options->sizes->layers, sizeof(*d->layers));
     d->buffers = memory_alloc(1, sizeof(*d->buffers));
     const struct drafter_options *o = &d->options;
-    d->buffers->fc = find(o, "fc.weight");
-    d->buffers->hidden_norm = find(o, "hidden_norm.weight");
-    d->buffers->norm = find(o, "norm.weight");
+    d->buffers->fc = layer_find(o, "fc.weight");
+    d->buffers->hidden_norm = layer_find(o, "hidden_norm.weight");
+    d->buffers->norm = layer_find(o, "norm.weight");
     for (int64_t l = 0; l < o->sizes->layers; l++)
         bind_layer(&d->layers[l], o, l);
     plan_context(d, arena);
     plan_layers(d, arena, false);
     plan_group(d, arena);
+    d->ops = (struct layer_ops){.type = o->compute,
+                                .eps = o->sizes->eps,
+                                .head_dim = o->sizes->head_dim,
+                                .cos = d->buffers->cos,
+                                .sin = d->buffers->sin,
+                                .table_rows = o->max_tokens + o->sizes->block_size};
 }
 
 void dflash_plan_scratch(struct dflash *d, struct arena *arena)
@@ -244,40 +186,30 @@ void dflash_plan_scratch(struct dflash *d, struct arena *arena)
         plan_backward(d, arena);
     else
         plan_scoring(d, arena);
+    d->ops.norm_scratch = d->buffers->norm_scratch;
 }
 
 static void open_host(struct dflash *d, const struct backend *backend)
 {
-    size_t tokens = (size_t)d->options.max_tokens, rows = (size_t)d->options.group_rows;
+    size_t rows = (size_t)d->options.group_rows;
     d->backend = backend;
-    d->buffers->h_noise_key = backend->host_alloc(tokens * 2 * sizeof(uint32_t));
-    d->buffers->h_positions = backend->host_alloc(tokens * sizeof(int32_t));
-    d->buffers->h_blank = backend->host_alloc(tokens);
+    context_input_open(&d->input, &d->options, backend);
     d->h_index = backend->host_alloc(rows * 6 * sizeof(int32_t));
 }
 
 void dflash_open(struct dflash *d, const struct backend *backend, struct stream *stream)
 {
     const struct drafter_sizes *s = d->options.sizes;
-    int64_t rows = d->options.max_tokens + s->block_size;
-    size_t count = (size_t)(rows * s->head_dim / 2);
-    float *table = memory_alloc(2 * count, sizeof(*table));
-    drafter_rope_table(s, rows, table, table + count);
-    backend->copy_in(stream, d->buffers->cos, table, count * sizeof(*table));
-    backend->copy_in(stream, d->buffers->sin, table + count, count * sizeof(*table));
-    backend->sync(stream);
-    free(table);
+    layer_fill_rope(s, d->options.max_tokens + s->block_size, backend, stream, d->buffers->cos,
+                    d->buffers->sin);
     open_host(d, backend);
 }
 
 void dflash_close(struct dflash *d)
 {
-    if (d->backend != NULL) {
-        d->backend->host_free(d->buffers->h_noise_key);
-        d->backend->host_free(d->buffers->h_positions);
-        d->backend->host_free(d->buffers->h_blank);
+    context_input_close(&d->input);
+    if (d->backend != NULL)
         d->backend->host_free(d->h_index);
-    }
     free(d->buffers);
     free(d->layers);
     *d = (struct dflash){0};

@@ -104,5 +104,5 @@ void drafter_group_backward(struct drafter *drafter, const struct backend *backe
 
 void drafter_noise(const struct drafter *drafter, const struct row *row, uint64_t seed, float *out)
 {
-    dflash_noise(&drafter->dflash, row, seed, out);
+    context_input_noise(&drafter->options, row, seed, out);
 }

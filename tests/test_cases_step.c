@@ -493,7 +493,7 @@ static void noise_is_of_training_and_of_context_only(void **state)
     // What a trace writes down is what was added.
     size_t values = (size_t)(row.tokens * f.sizes.features * f.sizes.hidden);
     float *noise = memory_alloc(values, sizeof(*noise));
-    dflash_noise(&f.step.drafter.dflash, &row, (uint64_t)f.config.run.seed, noise);
+    drafter_noise(&f.step.drafter, &row, (uint64_t)f.config.run.seed, noise);
     step_fixture_force_noise(noise);
     step_fixture_run(&f, &row, anchors, COUNT(anchors));
     step_fixture_compare(&f, f.step.grads, gradient, 1e-6, "noise as traced");
