@@ -28,8 +28,13 @@ struct options {
     bool markdown;
     const char *target_config, *device_memory, *gpus, *tflops, *vary; // plan
     bool json, fit;                                                   // plan
-    long long from_step;                                              // data order; 0: not given
-    char **files;                                                     // what follows the options
+    const char **grids;                                               // sweep: KEY=VALUE,VALUE,...
+    size_t grid_count;
+    const char *equal, *show; // sweep
+    long long parallel;       // sweep: points at a time; 0: not given
+    bool plan_only;           // sweep
+    long long from_step;      // data order; 0: not given
+    char **files;             // what follows the options
     int file_count;
     const char *command; // the whole command line as typed
     char **arguments;    // the same as it came, NULL at the end
@@ -39,6 +44,7 @@ int command_train(const struct options *options);
 int command_eval(const struct options *options);
 int command_trace(const struct options *options);
 int command_plan(const struct options *options);
+int command_sweep(const struct options *options);
 int command_export(const struct options *options);
 int command_data_check(const struct options *options);
 int command_data_stats(const struct options *options);

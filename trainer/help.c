@@ -42,6 +42,29 @@ static const struct help helps[] = {
      "  --json             everything as one JSON object, every tensor with its bytes\n"
      "  --target-config F  the target's config.json, where target.path is not there\n"
      "  --tflops N         rate for the least time of a step (default: 700, an H200)\n"},
+    {"sweep",
+     "dtrain sweep --config FILE --grid KEY=V1,V2,... [--grid ...] [--set ...] [--equal WHAT] "
+     "[--parallel N] [--plan-only] | --show DIR",
+     "Trains with every combination of the values and compares them. Each point is an ordinary run "
+     "in a\n"
+     "folder of its own below run.dir. All points are planned first; those that do not fit are "
+     "left "
+     "out.\n"
+     "The same command goes on with a sweep that was interrupted. Exit status 1 when a point "
+     "failed "
+     "or\n"
+     "does not fit. The table is printed, and is in run.dir as table.txt, table.csv and "
+     "table.json.\n"
+     "  --grid KEY=VALUES  values of a config key, as block_size=8,16; a list in brackets\n"
+     "  --equal steps      (default) all points take the same number of steps\n"
+     "  --equal anchors    the same number of anchors; block_rows: of anchors times block_size\n"
+     "  --equal time=N     about N seconds of steps each, after their time has been measured\n"
+     "  --equal none       what each point's config says\n"
+     "  --parallel N       points at a time, GPUs or CPU threads divided between them (default: "
+     "1)\n"
+     "  --plan-only        print which points fit, start none\n"
+     "  --device-memory N  as of plan\n"
+     "  --show DIR         the table as it stands, of a sweep that may be running\n"},
     {"export",
      "dtrain export --checkpoint DIR --format zlab|specforge|speculators --out DIR [--target DIR] "
      "[--allow-unservable[=NAMES]]",

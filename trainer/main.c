@@ -37,6 +37,11 @@ enum option_id {
     OPTION_FIT,
     OPTION_VARY,
     OPTION_FROM_STEP,
+    OPTION_GRID,
+    OPTION_EQUAL,
+    OPTION_PARALLEL,
+    OPTION_PLAN_ONLY,
+    OPTION_SHOW,
     OPTION_HELP,
     OPTION_VERSION,
 };
@@ -64,6 +69,11 @@ static const struct option long_options[] = {
     {"fit", no_argument, NULL, OPTION_FIT},
     {"vary", required_argument, NULL, OPTION_VARY},
     {"from-step", required_argument, NULL, OPTION_FROM_STEP},
+    {"grid", required_argument, NULL, OPTION_GRID},
+    {"equal", required_argument, NULL, OPTION_EQUAL},
+    {"parallel", required_argument, NULL, OPTION_PARALLEL},
+    {"plan-only", no_argument, NULL, OPTION_PLAN_ONLY},
+    {"show", required_argument, NULL, OPTION_SHOW},
     {"help", no_argument, NULL, OPTION_HELP},
     {"version", no_argument, NULL, OPTION_VERSION},
     {NULL, 0, NULL, 0},
@@ -96,6 +106,8 @@ static const struct command commands[] = {
     {"trace", command_trace, "config set checkpoint out", "config out", false},
     {"plan", command_plan, "config set json device-memory gpus fit vary target-config tflops",
      "config", false},
+    {"sweep", command_sweep, "config set grid equal parallel plan-only device-memory show", "",
+     false},
     {"export", command_export, "checkpoint format out target allow-unservable",
      "checkpoint format out", false},
     {"data check", command_data_check, "target no-verdicts", "", true},
@@ -201,6 +213,27 @@ static void take_plan_option(int id, struct options *options)
     }
 }
 
+// Those that only `sweep` has. Returns 0, or an exit status.
+static int take_sweep_option(int id, struct options *options)
+{
+    switch (id) {
+    case OPTION_GRID:
+        options->grids[options->grid_count++] = optarg;
+        break;
+    case OPTION_EQUAL:
+        options->equal = optarg;
+        break;
+    case OPTION_PARALLEL:
+        return take_count(optarg, 1, "--parallel: not a number of points: ", &options->parallel);
+    case OPTION_PLAN_ONLY:
+        options->plan_only = true;
+        break;
+    default:
+        options->show = optarg;
+    }
+    return 0;
+}
+
 // Puts one option into `options`. Returns 0, or an exit status.
 static int take_option(const struct command *command, int id, struct options *options)
 {
@@ -264,6 +297,12 @@ static int take_option(const struct command *command, int id, struct options *op
     case OPTION_VARY:
         take_plan_option(id, options);
         break;
+    case OPTION_GRID:
+    case OPTION_EQUAL:
+    case OPTION_PARALLEL:
+    case OPTION_PLAN_ONLY:
+    case OPTION_SHOW:
+        return take_sweep_option(id, options);
     case OPTION_HELP:
     case OPTION_VERSION:
         break;
@@ -353,6 +392,7 @@ int main(int argc, char **argv)
         return unknown_command(argc, argv);
     char *line = join_command(argc, argv);
     options.sets = memory_alloc((size_t)argc, sizeof(*options.sets));
+    options.grids = memory_alloc((size_t)argc, sizeof(*options.grids));
     options.command = line;
     options.arguments = argv;
     int status = run(command, skip, argc, argv, &options);
@@ -360,6 +400,7 @@ int main(int argc, char **argv)
         log_error("standard output can not be written");
         status = EXIT_FAILED;
     }
+    free(options.grids);
     free(options.sets);
     free(line);
     return status;

@@ -5,6 +5,7 @@
 #include "base/memory.h"
 #include "base/timer.h"
 #include "trainer/run.h"
+#include "trainer/run_end.h"
 #include "trainer/signals.h"
 
 // Scores the validation rows. Sets *best when accept_len_walk is the best so far. 0, 1 stopped, -1.
@@ -120,6 +121,15 @@ static void tell_failure(struct run *run, int status, const struct error *err)
         ranks_fail(run->ranks, err->text);
 }
 
+// Says in the run folder that the run has come to its end: its last checkpoint is complete.
+static int finish(const struct run *run, struct error *err)
+{
+    const struct run_end end = {.step = run->counters.step,
+                                .total_steps = run->steps.total,
+                                .patience = run->counters.step < run->steps.total};
+    return session_rank(&run->session) == 0 ? run_end_write(run->folder.path, &end, err) : 0;
+}
+
 int command_train(const struct options *options)
 {
     struct run *run = memory_alloc(1, sizeof(*run)); // run_close frees it
@@ -131,6 +141,8 @@ int command_train(const struct options *options)
     signals_install();
     if (run_open(run, &status, &err) == 0) {
         run_describe_start(run);
+        if (session_rank(&run->session) == 0)
+            run_end_forget(run->folder.path);
         status = loop(run, &err);
         run_report_memory(run);
         if (status != EXIT_FAILED && run_finish_saving(run, &err) != 0)
@@ -138,6 +150,8 @@ int command_train(const struct options *options)
         // Only now: a run that is killed before its last checkpoint is complete goes back.
         if (status == EXIT_DONE && run->spool != NULL)
             run_spool_finish(run->spool);
+        if (status == EXIT_DONE && finish(run, &err) != 0)
+            status = EXIT_FAILED;
     }
     log_status_line(NULL);
     if (status == EXIT_DONE)
