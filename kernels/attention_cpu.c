@@ -1,7 +1,8 @@
 // Owns attention of block rows on the CPU. The queries of one block that share a key head are one
 // small matrix Q [M, D], M = B times heads per key head; keys come in tiles, those of the block first,
 // then the context that some row of the block sees, with a running softmax over tiles. So a row's
-// result depends on its block alone. The backward pass goes over blocks for dq, dk_block and dv_block,
+// result depends on its block alone. Rows without blocks are taken LOOSE_ROWS at a time, as blocks that
+// have no keys. The backward pass goes over blocks for dq, dk_block and dv_block,
 // and then over tiles of context keys for dk_context and dv_context, blocks in order: no two threads
 // add to the same element, and no sum depends on the number of threads.
 #include "kernels/attention.h"
@@ -17,7 +18,8 @@ enum {
     MAX_HEAD_DIM = 512, // D
     TILE = 512,         // keys; half as many of heads wider than WIDE_HEAD
     WIDE_HEAD = 256,
-    BACKWARD_TILE = 128 // context keys whose gradients one thread sums up
+    BACKWARD_TILE = 128, // context keys whose gradients one thread sums up
+    LOOSE_ROWS = 16
 };
 
 struct buffers {
@@ -36,8 +38,8 @@ _Static_assert(sizeof(struct buffers) <= CPU_WORKSPACE_PER_THREAD, "buffers of o
 struct queries {
     const struct attention *op;
     struct buffers *buf;
-    int64_t block, kv_head;
-    int64_t first_head, heads; // query heads
+    int64_t first_row, kv_head; // of the block
+    int64_t first_head, heads;  // query heads
     int64_t rows; // M = B * heads; row m is slot m / heads, head first_head + m % heads
 };
 
@@ -54,24 +56,36 @@ static int64_t group_of(const struct attention *op)
     return op->heads / op->kv_heads;
 }
 
+// Rows of a block; the last one of loose rows may have less.
+static int64_t block_rows(const struct attention *op)
+{
+    return op->block_size > 0 ? op->block_size : LOOSE_ROWS;
+}
+
+static int64_t block_count(const struct attention *op)
+{
+    return (op->rows + block_rows(op) - 1) / block_rows(op);
+}
+
 static int64_t heads_at_once(const struct attention *op)
 {
-    return min_i64(group_of(op), MAX_ROWS / op->block_size);
+    return min_i64(group_of(op), MAX_ROWS / block_rows(op));
 }
 
 static struct queries queries_make(const struct attention *op, struct buffers *buf, int64_t block,
                                    int64_t kv_head, int64_t head)
 {
-    int64_t left = group_of(op) - head;
-    int64_t heads = min_i64(left, heads_at_once(op));
-    return (struct queries){
-        op, buf, block, kv_head, kv_head * group_of(op) + head, heads, op->block_size * heads};
+    int64_t heads = min_i64(group_of(op) - head, heads_at_once(op));
+    int64_t first_row = block * block_rows(op);
+    int64_t rows = min_i64(block_rows(op), op->rows - first_row);
+    return (struct queries){op,    buf,         first_row, kv_head, kv_head * group_of(op) + head,
+                            heads, rows * heads};
 }
 
 // Row of q, out or dout, and index into lse and delta, of row m.
 static int64_t query_index(const struct queries *q, int64_t m)
 {
-    int64_t row = q->block * q->op->block_size + m / q->heads;
+    int64_t row = q->first_row + m / q->heads;
     return row * q->op->heads + q->first_head + m % q->heads;
 }
 
@@ -109,7 +123,7 @@ static struct tile tile_make(const struct queries *q, bool own_block, int64_t fi
 {
     const struct attention *op = q->op;
     struct tile tile = {.own_block = own_block, .first = first, .count = count};
-    int64_t row = own_block ? q->block * op->block_size : first;
+    int64_t row = own_block ? q->first_row : first;
     tile.k = head_rows(op, own_block ? op->k_block : op->k_context, op->kv_heads * op->head_dim,
                        row, count, q->kv_head, q->buf->k, &tile.k_stride);
     tile.v = head_rows(op, own_block ? op->v_block : op->v_context,
@@ -141,7 +155,7 @@ static void visible(const struct queries *q, const struct tile *tile, int64_t m,
             *end = slot + 1;
         return;
     }
-    int64_t row = q->block * op->block_size + slot;
+    int64_t row = q->first_row + slot;
     *end = min_i64(*end, op->end[row] - tile->first);
     if (op->begin[row] > tile->first)
         *begin = op->begin[row] - tile->first;
@@ -172,8 +186,8 @@ static KERNEL_CLONES void scale(float *x, float factor, int64_t n)
         x[i] *= factor;
 }
 
-// Takes a tile into the running softmax: out and sum are relative to the running max. The block's own
-// tile comes first and every row sees its own key, so the max is never -inf.
+// Takes a tile into the running softmax: out and sum are relative to the running max, or to 0 where a
+// row, without a block, has seen nothing yet.
 static void forward_tile(const struct queries *q, const struct tile *tile)
 {
     struct buffers *buf = q->buf;
@@ -181,10 +195,11 @@ static void forward_tile(const struct queries *q, const struct tile *tile)
     tile_scores(q, tile);
     for (int64_t m = 0; m < q->rows; m++) {
         float *row = buf->scores + m * n;
-        float max = piece_max(row, n), correction;
+        float max = piece_max(row, n), base, correction;
         max = max > buf->max[m] ? max : buf->max[m];
-        correction = expf(buf->max[m] - max);
-        piece_exp(row, row, max, 1.0f, n);
+        base = max == -INFINITY ? 0.0f : max;
+        correction = expf(buf->max[m] - base);
+        piece_exp(row, row, base, 1.0f, n);
         buf->sum[m] = buf->sum[m] * correction + piece_sum(row, n);
         buf->max[m] = max;
         if (correction != 1.0f)
@@ -199,9 +214,10 @@ typedef void tile_fn(const struct queries *q, const struct tile *tile);
 
 static void context_range(const struct attention *op, int64_t block, int64_t *begin, int64_t *end)
 {
+    int64_t first = block * block_rows(op), last = min_i64(first + block_rows(op), op->rows);
     *begin = op->context;
     *end = 0;
-    for (int64_t row = block * op->block_size; row < (block + 1) * op->block_size; row++) {
+    for (int64_t row = first; row < last; row++) {
         BUG_UNLESS(op->begin[row] >= 0 && op->end[row] <= op->context);
         if (op->begin[row] >= op->end[row])
             continue;
@@ -212,15 +228,23 @@ static void context_range(const struct attention *op, int64_t block, int64_t *be
 
 static void each_tile(const struct queries *q, tile_fn *function)
 {
-    struct tile own = tile_make(q, true, 0, q->op->block_size);
-    function(q, &own);
+    if (q->op->block_size > 0) {
+        struct tile own = tile_make(q, true, 0, q->op->block_size);
+        function(q, &own);
+    }
     int64_t begin, end;
-    context_range(q->op, q->block, &begin, &end);
+    context_range(q->op, q->first_row / block_rows(q->op), &begin, &end);
     int64_t keys = q->op->head_dim <= WIDE_HEAD ? TILE : TILE / 2;
     for (int64_t first = begin; first < end; first += keys) {
         struct tile tile = tile_make(q, false, first, min_i64(keys, end - first));
         function(q, &tile);
     }
+}
+
+static bool sees_nothing(const struct queries *q, int64_t m)
+{
+    int64_t row = q->first_row + m / q->heads;
+    return q->op->block_size == 0 && q->op->begin[row] >= q->op->end[row];
 }
 
 static void forward_queries(const struct queries *q)
@@ -235,7 +259,8 @@ static void forward_queries(const struct queries *q)
     }
     each_tile(q, forward_tile);
     for (int64_t m = 0; m < q->rows; m++) {
-        scale(buf->out + m * d, 1.0f / buf->sum[m], d);
+        if (!sees_nothing(q, m)) // else zeros and -inf
+            scale(buf->out + m * d, 1.0f / buf->sum[m], d);
         q->op->lse[query_index(q, m)] = buf->max[m] + logf(buf->sum[m]);
     }
     store_queries(q, q->op->out, buf->out);
@@ -249,14 +274,15 @@ static int64_t work(const struct attention *op)
 
 static void check(const struct attention *op)
 {
-    BUG_UNLESS(op->rows % op->block_size == 0 && op->heads % op->kv_heads == 0);
+    BUG_UNLESS(op->rows % block_rows(op) == 0 || op->block_size == 0);
+    BUG_UNLESS(op->heads % op->kv_heads == 0);
     BUG_UNLESS(op->block_size <= MAX_ROWS && op->head_dim <= MAX_HEAD_DIM);
 }
 
 void attention_forward_cpu(struct stream *stream, const struct attention *op)
 {
     check(op);
-    int64_t blocks = op->rows / op->block_size;
+    int64_t blocks = block_count(op);
 #pragma omp parallel for collapse(2) num_threads(team(stream, work(op))) schedule(dynamic)
     for (int64_t block = 0; block < blocks; block++)
         for (int64_t kv_head = 0; kv_head < op->kv_heads; kv_head++)
@@ -318,7 +344,8 @@ static void load_backward(const struct queries *q)
     load_queries(q, q->buf->q, q->op->q);
     load_queries(q, q->buf->dout, q->op->dout);
     for (int64_t m = 0; m < q->rows; m++) {
-        q->buf->lse[m] = q->op->lse[query_index(q, m)];
+        // Of -inf the exponential of a score of -inf would be NaN.
+        q->buf->lse[m] = sees_nothing(q, m) ? 0.0f : q->op->lse[query_index(q, m)];
         q->buf->delta[m] = q->op->delta[query_index(q, m)];
     }
 }
@@ -367,7 +394,7 @@ static void backward_context(const struct attention *op, struct buffers *buf, in
 {
     int64_t d = op->head_dim, count = min_i64(BACKWARD_TILE, op->context - first);
     clear_dk_dv(op, buf, count);
-    for (int64_t block = 0; block < op->rows / op->block_size; block++) {
+    for (int64_t block = 0; block < block_count(op); block++) {
         int64_t begin, end;
         context_range(op, block, &begin, &end);
         begin = begin > first ? begin : first;
@@ -394,7 +421,7 @@ static void backward_context(const struct attention *op, struct buffers *buf, in
 void attention_backward_cpu(struct stream *stream, const struct attention *op)
 {
     check(op);
-    int64_t blocks = op->rows / op->block_size;
+    int64_t blocks = block_count(op);
 #pragma omp parallel num_threads(team(stream, work(op)))
     {
         struct buffers *buf = thread_workspace(stream);

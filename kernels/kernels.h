@@ -4,6 +4,7 @@
 #define KERNELS_KERNELS_H
 
 #include "kernels/attention.h"
+#include "kernels/attention_diagonal.h"
 #include "kernels/backend.h"
 #include "kernels/gemm.h"
 #include "kernels/norm_rope.h"
@@ -12,6 +13,7 @@
 #include "kernels/rows.h"
 #include "kernels/softmax_loss.h"
 #include "kernels/swiglu.h"
+#include "kernels/vocab.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -30,7 +32,12 @@ extern "C" {
     X(context_load)                                                                                \
     X(attention_forward)                                                                           \
     X(attention_backward)                                                                          \
+    X(diagonal_forward)                                                                            \
+    X(diagonal_backward)                                                                           \
     X(softmax_loss)                                                                                \
+    X(vocab_scan)                                                                                  \
+    X(draft_overlap)                                                                               \
+    X(mask_rows)                                                                                   \
     X(adamw)                                                                                       \
     X(sum_squares)                                                                                 \
     X(convert)

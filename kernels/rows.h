@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-// out[i, :] = scale * in[index[i], :]
+// out[i, :] = scale * row_scale[i] * in[index[i], :]
 struct gather_rows {
     int64_t rows, width;
     const void *in; // [in_rows, width], rows in_stride elements apart
@@ -19,7 +19,9 @@ struct gather_rows {
     enum dtype in_type, out_type;
     const int32_t *index; // [rows], each in [0, in_rows)
     float scale;
-    void *out; // [rows, width], packed
+    const float
+        *row_scale; // [rows]; NULL: 1. A scale of 0 writes zeros even where in is not finite
+    void *out;      // [rows, width], packed
 };
 
 // out[index[i], :] = scale[i] * in[i, :]; every other row of out becomes 0. No index comes twice.

@@ -24,9 +24,13 @@ void gather_rows_cpu(struct stream *stream, const struct gather_rows *op)
 #pragma omp parallel for num_threads(team(stream, op->rows * op->width)) schedule(static)
     for (int64_t row = 0; row < op->rows; row++) {
         BUG_UNLESS(op->index[row] >= 0 && op->index[row] < op->in_rows);
-        scale_row(row_of(op->out, op->out_type, row, op->width), op->out_type,
-                  row_at(op->in, op->in_type, op->index[row], op->in_stride), op->in_type,
-                  op->scale, op->width);
+        float scale = op->row_scale != NULL ? op->scale * op->row_scale[row] : op->scale;
+        void *out = row_of(op->out, op->out_type, row, op->width);
+        if (op->row_scale != NULL && scale == 0.0f)
+            memset(out, 0, (size_t)op->width * dtype_size(op->out_type));
+        else
+            scale_row(out, op->out_type, row_at(op->in, op->in_type, op->index[row], op->in_stride),
+                      op->in_type, scale, op->width);
     }
 }
 

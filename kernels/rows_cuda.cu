@@ -60,8 +60,12 @@ static __global__ void __launch_bounds__(MOST_THREADS) gather_kernel(struct gath
 {
     int64_t row = blockIdx.x, from = op.index[row];
     bug_unless(from >= 0 && from < op.in_rows);
-    move_row<N>((Out *)op.out + row * op.width, (const In *)op.in + from * op.in_stride, op.scale,
-                op.width);
+    Out *out = (Out *)op.out + row * op.width;
+    float scale = op.row_scale != NULL ? op.scale * op.row_scale[row] : op.scale;
+    if (op.row_scale != NULL && scale == 0.0f)
+        zero_row<N>(out, op.width);
+    else
+        move_row<N>(out, (const In *)op.in + from * op.in_stride, scale, op.width);
 }
 
 template <typename Out, typename In>

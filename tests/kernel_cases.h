@@ -33,6 +33,7 @@ enum case_flags {
     CASE_NOT_FINITE = 1 << 23, // rows with NaN, with inf and of -inf alone, among others
     CASE_ODD = 1 << 24,        // with STRIDED: strides that no power of two divides
     CASE_FLOAT8 = 1 << 25,     // e4m3 codes with a scale
+    CASE_ROW_SCALED = 1 << 26, // a scale for each row, row 0's 0 with inf in it
 };
 
 struct kernel_case {

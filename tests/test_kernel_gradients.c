@@ -158,19 +158,47 @@ static double attention_value(struct check *check)
 static void attention(void **state)
 {
     (void)state;
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 3; i++) {
         struct check check = {
             .c = {"attention_backward", {4, 3, 17, 4, 2, 4}, DTYPE_F32, 0, 4, {0}, ""},
             .value = attention_value};
         check.c.flags = i == 1 ? CASE_CAUSAL | CASE_WINDOW : 0;
+        if (i == 2) { // without blocks
+            check.c.shape[0] = 12;
+            check.c.shape[1] = 0;
+        }
         check_open(&check, 12 * 4 * 5);
         check_gradient(&check, "q", "dq");
-        check_gradient(&check, "k_block", "dk_block");
-        check_gradient(&check, "v_block", "dv_block");
+        if (i < 2) {
+            check_gradient(&check, "k_block", "dk_block");
+            check_gradient(&check, "v_block", "dv_block");
+        }
         check_gradient(&check, "k_context", "dk_context");
         check_gradient(&check, "v_context", "dv_context");
         check_close(&check);
     }
+}
+
+// What attention over the context gave is taken as a constant.
+static double diagonal_value(struct check *check)
+{
+    struct naive_diagonal in = diagonal_of(&check->c, &check->run);
+    naive_diagonal(&in, run_value(&check->run, "context_out"),
+                   run_value(&check->run, "context_lse"), check->y,
+                   check->y + in.rows * in.heads * in.head_dim);
+    return weighted(check, "dout");
+}
+
+static void diagonal(void **state)
+{
+    (void)state;
+    struct check check = {.c = {"diagonal_backward", {5, 3, 4, 2, 6}, DTYPE_F32, 0, 6, {0}, ""},
+                          .value = diagonal_value};
+    check_open(&check, 5 * 4 * 7);
+    check_gradient(&check, "q", "dq");
+    check_gradient(&check, "k", "dk");
+    check_gradient(&check, "v", "dv");
+    check_close(&check);
 }
 
 static double loss_value(struct check *check)
@@ -209,8 +237,8 @@ static void softmax_loss(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(rms_norm),  cmocka_unit_test(norm_rope),    cmocka_unit_test(swiglu),
-        cmocka_unit_test(attention), cmocka_unit_test(softmax_loss),
+        cmocka_unit_test(rms_norm),  cmocka_unit_test(norm_rope), cmocka_unit_test(swiglu),
+        cmocka_unit_test(attention), cmocka_unit_test(diagonal),  cmocka_unit_test(softmax_loss),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

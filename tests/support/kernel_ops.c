@@ -1,5 +1,5 @@
 // Owns how products, norms, rotations, activations, moves of rows and the optimizer's ops are tested.
-// Attention and the loss are in kernel_ops_attention.c and kernel_ops_loss.c.
+// Attention, the loss and the draft vocabulary are in files of their own.
 #include "tests/support/kernel_ops.h"
 
 #include <math.h>
@@ -357,7 +357,7 @@ static void swiglu_backward_call(const struct kernel_case *c, struct kernel_run 
     run->backend->kernels->swiglu_backward(run->stream, &op);
 }
 
-// gather_rows: rows, width, in_rows; STRIDED, SCALED, TO_F32
+// gather_rows: rows, width, in_rows; STRIDED, SCALED, ROW_SCALED, TO_F32
 static void gather_build(const struct kernel_case *c, struct kernel_run *run)
 {
     int64_t rows = c->shape[0], width = c->shape[1], in_rows = c->shape[2];
@@ -366,16 +366,28 @@ static void gather_build(const struct kernel_case *c, struct kernel_run *run)
     struct kernel_tensor *index = run_add(run, "index", TENSOR_IN, DTYPE_I32, rows, 1);
     for (int64_t r = 0; r < rows; r++)
         index->value[r] = (double)run_below(run, in_rows);
+    if (has(c, CASE_ROW_SCALED)) {
+        run_add_normal(run, "row_scale", TENSOR_IN, DTYPE_F32, rows, 1, 1.0)->value[0] = 0.0;
+        index->value[0] = (double)(in_rows - 1);
+        for (int64_t r = 1; r < rows; r++)
+            index->value[r] = (double)run_below(run, in_rows - 1);
+        run_value(run, "in")[(in_rows - 1) * width] = (double)INFINITY;
+    }
     run_add(run, "out", TENSOR_OUT, has(c, CASE_TO_F32) ? DTYPE_F32 : c->type, rows, width);
 }
 
 static void gather_expect(const struct kernel_case *c, struct kernel_run *run)
 {
     const double *in = run_value(run, "in"), *index = run_value(run, "index");
-    for (int64_t i = 0; i < c->shape[0] * c->shape[1]; i++)
+    const double *row_scale = run_value(run, "row_scale");
+    for (int64_t i = 0; i < c->shape[0] * c->shape[1]; i++) {
+        double scale = has(c, CASE_SCALED) ? 0.3125 : 1.0;
+        scale *= row_scale != NULL ? row_scale[i / c->shape[1]] : 1.0;
         run_expected(run, "out")[i] =
-            (has(c, CASE_SCALED) ? 0.3125 : 1.0) *
-            in[(int64_t)index[i / c->shape[1]] * c->shape[1] + i % c->shape[1]];
+            scale == 0.0
+                ? 0.0
+                : scale * in[(int64_t)index[i / c->shape[1]] * c->shape[1] + i % c->shape[1]];
+    }
 }
 
 static void gather_call(const struct kernel_case *c, struct kernel_run *run)
@@ -389,6 +401,7 @@ static void gather_call(const struct kernel_case *c, struct kernel_run *run)
                              .out_type = has(c, CASE_TO_F32) ? DTYPE_F32 : c->type,
                              .index = run_device(run, "index"),
                              .scale = has(c, CASE_SCALED) ? 0.3125f : 1.0f,
+                             .row_scale = run_device(run, "row_scale"),
                              .out = run_device(run, "out")};
     run->backend->kernels->gather_rows(run->stream, &op);
 }
@@ -662,7 +675,13 @@ static const struct kernel_op ops[] = {
     {"attention_forward", attention_build, attention_expect, attention_call, attention_flops},
     {"attention_backward", attention_backward_build, attention_backward_expect,
      attention_backward_call, attention_backward_flops},
+    {"diagonal_forward", diagonal_build, diagonal_expect, diagonal_call, no_flops},
+    {"diagonal_backward", diagonal_backward_build, diagonal_backward_expect, diagonal_backward_call,
+     no_flops},
     {"softmax_loss", loss_build, loss_expect, loss_call, no_flops},
+    {"vocab_scan", scan_build, scan_expect, scan_call, no_flops},
+    {"draft_overlap", overlap_build, overlap_expect, overlap_call, no_flops},
+    {"mask_rows", mask_build, mask_expect, mask_call, no_flops},
     {"adamw", adamw_build, adamw_expect, adamw_call, no_flops},
     {"sum_squares", sum_squares_build, sum_squares_expect, sum_squares_call, no_flops},
     {"convert", convert_build, convert_expect, convert_call, no_flops},

@@ -1,5 +1,6 @@
 // Owns how attention is tested.
-// Shape: blocks, block size, context, heads, key heads, head_dim; CAUSAL, WINDOW, STRIDED.
+// Shape: blocks, block size, context, heads, key heads, head_dim; CAUSAL, WINDOW, STRIDED. Of block size 0:
+// rows, 0, context, and so on.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,11 +11,22 @@
 
 enum { DOCUMENTS = 3 };
 
+static bool has_blocks(const struct kernel_case *c)
+{
+    return c->shape[1] > 0;
+}
+
+static int64_t rows_of(const struct kernel_case *c)
+{
+    return c->shape[0] * (has_blocks(c) ? c->shape[1] : 1);
+}
+
 // The context is cut into documents; block 0 sees none of it, the others from the start of a document
-// up to an anchor in it. Timed cases and those of odd seeds have anchors in order, as training does.
+// up to an anchor in it. Timed cases and those of odd seeds have anchors in order, as training does. A row
+// without a block stands for one; its window goes back from its anchor.
 static void build_ranges(const struct kernel_case *c, struct kernel_run *run)
 {
-    int64_t blocks = c->shape[0], size = c->shape[1], context = c->shape[2];
+    int64_t blocks = c->shape[0], size = has_blocks(c) ? c->shape[1] : 1, context = c->shape[2];
     struct kernel_tensor *begin = run_add(run, "begin", TENSOR_IN, DTYPE_I32, blocks * size, 1);
     struct kernel_tensor *end = run_add(run, "end", TENSOR_IN, DTYPE_I32, blocks * size, 1);
     for (int64_t block = 1; block < blocks && context > 0; block++) {
@@ -24,8 +36,11 @@ static void build_ranges(const struct kernel_case *c, struct kernel_run *run)
         int64_t length = context * (document + 1) / DOCUMENTS - first;
         int64_t anchor =
             first + (sorted ? context * block / blocks - first : run_below(run, length + 1));
+        int64_t window = anchor - context / 5 - 2;
         for (int64_t slot = 0; slot < size; slot++) {
             int64_t later = first + (c->flags & CASE_WINDOW ? slot * 3 : 0);
+            if (!has_blocks(c) && (c->flags & CASE_WINDOW) != 0)
+                later = window > first ? window : first;
             begin->value[block * size + slot] = (double)(later < anchor ? later : anchor);
             end->value[block * size + slot] = (double)anchor;
         }
@@ -34,23 +49,25 @@ static void build_ranges(const struct kernel_case *c, struct kernel_run *run)
 
 static void build_inputs(const struct kernel_case *c, struct kernel_run *run)
 {
-    int64_t rows = c->shape[0] * c->shape[1], context = c->shape[2], heads = c->shape[3],
-            kv_heads = c->shape[4], d = c->shape[5];
+    int64_t rows = rows_of(c), context = c->shape[2], heads = c->shape[3], kv_heads = c->shape[4],
+            d = c->shape[5];
     run_add_normal(run, "q", TENSOR_IN, c->type, rows, heads * d, 1.5);
-    run_add_normal(run, "k_block", TENSOR_IN, c->type, rows, kv_heads * d, 1.5);
-    run_add_normal(run, "v_block", TENSOR_IN, c->type, rows, kv_heads * d, 1.0);
+    if (has_blocks(c)) {
+        run_add_normal(run, "k_block", TENSOR_IN, c->type, rows, kv_heads * d, 1.5);
+        run_add_normal(run, "v_block", TENSOR_IN, c->type, rows, kv_heads * d, 1.0);
+    }
     run_add_normal(run, "k_context", TENSOR_IN, c->type, context, kv_heads * d, 1.5);
     run_add_normal(run, "v_context", TENSOR_IN, c->type, context, kv_heads * d, 1.0);
-    if (c->flags & CASE_STRIDED) {
-        run_find(run, "v_block")->stride += 3 * d;
+    if (c->flags & CASE_STRIDED)
         run_find(run, "v_context")->stride += d;
-    }
+    if ((c->flags & CASE_STRIDED) != 0 && has_blocks(c))
+        run_find(run, "v_block")->stride += 3 * d;
     build_ranges(c, run);
 }
 
 struct naive_attention attention_of(const struct kernel_case *c, const struct kernel_run *run)
 {
-    return (struct naive_attention){.rows = c->shape[0] * c->shape[1],
+    return (struct naive_attention){.rows = rows_of(c),
                                     .block_size = c->shape[1],
                                     .context = c->shape[2],
                                     .heads = c->shape[3],
@@ -75,7 +92,7 @@ static void release(struct naive_attention *in)
 
 void attention_build(const struct kernel_case *c, struct kernel_run *run)
 {
-    int64_t rows = c->shape[0] * c->shape[1];
+    int64_t rows = rows_of(c);
     build_inputs(c, run);
     run_add(run, "out", TENSOR_OUT, c->type, rows, c->shape[3] * c->shape[5]);
     run_add(run, "lse", TENSOR_OUT, DTYPE_F32, rows, c->shape[3]);
@@ -90,7 +107,7 @@ void attention_expect(const struct kernel_case *c, struct kernel_run *run)
 
 static struct attention attention_op(const struct kernel_case *c, const struct kernel_run *run)
 {
-    return (struct attention){.rows = c->shape[0] * c->shape[1],
+    return (struct attention){.rows = rows_of(c),
                               .block_size = c->shape[1],
                               .context = c->shape[2],
                               .heads = c->shape[3],
@@ -104,7 +121,7 @@ static struct attention attention_op(const struct kernel_case *c, const struct k
                               .v_block = run_device(run, "v_block"),
                               .k_context = run_device(run, "k_context"),
                               .v_context = run_device(run, "v_context"),
-                              .v_block_stride = run_stride(run, "v_block"),
+                              .v_block_stride = has_blocks(c) ? run_stride(run, "v_block") : 0,
                               .v_context_stride = run_stride(run, "v_context"),
                               .begin = run_device(run, "begin"),
                               .end = run_device(run, "end"),
@@ -129,7 +146,7 @@ void attention_call(const struct kernel_case *c, struct kernel_run *run)
 static double pairs(const struct kernel_case *c)
 {
     double keys = (double)c->shape[2] / (2.0 * DOCUMENTS) + (double)c->shape[1];
-    return (double)(c->shape[0] * c->shape[1] * c->shape[3]) * keys;
+    return (double)(rows_of(c) * c->shape[3]) * keys;
 }
 
 double attention_flops(const struct kernel_case *c)
@@ -139,7 +156,7 @@ double attention_flops(const struct kernel_case *c)
 
 void attention_backward_build(const struct kernel_case *c, struct kernel_run *run)
 {
-    int64_t rows = c->shape[0] * c->shape[1], context = c->shape[2], width = c->shape[3],
+    int64_t rows = rows_of(c), context = c->shape[2], width = c->shape[3],
             kv_width = c->shape[4] * c->shape[5];
     build_inputs(c, run);
     struct kernel_tensor *out = run_add(run, "out", TENSOR_IN, c->type, rows, width * c->shape[5]);
@@ -152,9 +169,11 @@ void attention_backward_build(const struct kernel_case *c, struct kernel_run *ru
     run_add_normal(run, "dout", TENSOR_IN, c->type, rows, out->columns, 1.0);
     run_add(run, "delta", TENSOR_SCRATCH, DTYPE_F32, rows, width);
     run_add(run, "dq", TENSOR_OUT, c->type, rows, out->columns);
-    run_add(run, "dk_block", TENSOR_OUT, c->type, rows, kv_width);
-    run_add(run, "dv_block", TENSOR_OUT, c->type, rows, kv_width)->stride =
-        run_stride(run, "v_block");
+    if (has_blocks(c)) {
+        run_add(run, "dk_block", TENSOR_OUT, c->type, rows, kv_width);
+        run_add(run, "dv_block", TENSOR_OUT, c->type, rows, kv_width)->stride =
+            run_stride(run, "v_block");
+    }
     run_add_normal(run, "dk_context", TENSOR_CHANGED, DTYPE_F32, context, kv_width, 1.0);
     run_add_normal(run, "dv_context", TENSOR_CHANGED, DTYPE_F32, context, kv_width, 1.0);
 }

@@ -1,4 +1,4 @@
-// The parts of attention and of the loss for the table in kernel_ops.c.
+// The parts of attention, of the loss and of the draft vocabulary for the table in kernel_ops.c.
 #ifndef TESTS_SUPPORT_KERNEL_OPS_PARTS_H
 #define TESTS_SUPPORT_KERNEL_OPS_PARTS_H
 
@@ -13,8 +13,25 @@ void attention_backward_expect(const struct kernel_case *c, struct kernel_run *r
 void attention_backward_call(const struct kernel_case *c, struct kernel_run *run);
 double attention_backward_flops(const struct kernel_case *c);
 
+void diagonal_build(const struct kernel_case *c, struct kernel_run *run);
+void diagonal_expect(const struct kernel_case *c, struct kernel_run *run);
+void diagonal_call(const struct kernel_case *c, struct kernel_run *run);
+void diagonal_backward_build(const struct kernel_case *c, struct kernel_run *run);
+void diagonal_backward_expect(const struct kernel_case *c, struct kernel_run *run);
+void diagonal_backward_call(const struct kernel_case *c, struct kernel_run *run);
+
 void loss_build(const struct kernel_case *c, struct kernel_run *run);
 void loss_expect(const struct kernel_case *c, struct kernel_run *run);
 void loss_call(const struct kernel_case *c, struct kernel_run *run);
+
+void scan_build(const struct kernel_case *c, struct kernel_run *run);
+void scan_expect(const struct kernel_case *c, struct kernel_run *run);
+void scan_call(const struct kernel_case *c, struct kernel_run *run);
+void overlap_build(const struct kernel_case *c, struct kernel_run *run);
+void overlap_expect(const struct kernel_case *c, struct kernel_run *run);
+void overlap_call(const struct kernel_case *c, struct kernel_run *run);
+void mask_build(const struct kernel_case *c, struct kernel_run *run);
+void mask_expect(const struct kernel_case *c, struct kernel_run *run);
+void mask_call(const struct kernel_case *c, struct kernel_run *run);
 
 #endif

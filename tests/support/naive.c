@@ -169,8 +169,8 @@ static double probabilities(const struct naive_attention *in, int64_t row, int64
     for (int64_t i = 0; i < keys; i++)
         sum += exp(p[i] - max);
     for (int64_t i = 0; i < keys; i++)
-        p[i] = exp(p[i] - max) / sum;
-    return max + log(sum);
+        p[i] = max == (double)-INFINITY ? 0.0 : exp(p[i] - max) / sum;
+    return max == (double)-INFINITY ? max : max + log(sum); // a row that sees nothing
 }
 
 void naive_attention(const struct naive_attention *in, double *out, double *lse)
@@ -203,10 +203,13 @@ void naive_attention_backward(const struct naive_attention *in, const double *ou
                               double *dk_context, double *dv_context)
 {
     int64_t keys = in->context + in->block_size, d = in->head_dim;
-    size_t block_bytes = (size_t)(in->rows * in->kv_heads * d) * sizeof(double);
+    size_t block_bytes =
+        in->block_size > 0 ? (size_t)(in->rows * in->kv_heads * d) * sizeof(double) : 0;
     size_t context_bytes = (size_t)(in->context * in->kv_heads * d) * sizeof(double);
-    memset(dk_block, 0, block_bytes);
-    memset(dv_block, 0, block_bytes);
+    if (block_bytes > 0) {
+        memset(dk_block, 0, block_bytes);
+        memset(dv_block, 0, block_bytes);
+    }
     memset(dk_context, 0, context_bytes);
     memset(dv_context, 0, context_bytes);
     double *p = memory_alloc((size_t)keys, sizeof(double));
@@ -230,4 +233,52 @@ void naive_attention_backward(const struct naive_attention *in, const double *ou
     }
     free(p);
     free(dp);
+}
+
+static const double *own_key(const struct naive_diagonal *in, const double *keys, int64_t row,
+                             int64_t head, int64_t step)
+{
+    int64_t kv = head / (in->heads / in->kv_heads);
+    return keys + ((step * in->step_rows + row * in->row_rows) * in->kv_heads + kv) * in->head_dim;
+}
+
+void naive_diagonal(const struct naive_diagonal *in, const double *context_out,
+                    const double *context_lse, double *out, double *lse)
+{
+    int64_t d = in->head_dim;
+    for (int64_t at = 0; at < in->rows * in->heads; at++) {
+        int64_t row = at / in->heads, head = at % in->heads;
+        double context = exp(context_lse[at]), sum = context;
+        for (int64_t i = 0; i < d; i++)
+            out[at * d + i] = context * context_out[at * d + i];
+        for (int64_t j = 0; j < in->steps; j++) {
+            double weight =
+                exp(in->scale * dot(in->q + at * d, own_key(in, in->k, row, head, j), d));
+            sum += weight;
+            add_scaled(out + at * d, own_key(in, in->v, row, head, j), weight, d);
+        }
+        for (int64_t i = 0; i < d; i++)
+            out[at * d + i] /= sum;
+        lse[at] = log(sum);
+    }
+}
+
+void naive_diagonal_backward(const struct naive_diagonal *in, const double *out, const double *lse,
+                             const double *dout, double *dq, double *dk, double *dv)
+{
+    int64_t d = in->head_dim, group = in->heads / in->kv_heads;
+    for (int64_t at = 0; at < in->rows * in->heads; at++) {
+        int64_t row = at / in->heads, head = at % in->heads;
+        double mean = dot(out + at * d, dout + at * d, d);
+        for (int64_t j = 0; j < in->steps; j++) {
+            const double *k = own_key(in, in->k, row, head, j);
+            double p = exp(in->scale * dot(in->q + at * d, k, d) - lse[at]);
+            double ds =
+                p * (dot(dout + at * d, own_key(in, in->v, row, head, j), d) - mean) * in->scale;
+            int64_t to = ((j * in->rows + row) * in->kv_heads + head / group) * d;
+            add_scaled(dq + at * d, k, ds, d);
+            add_scaled(dk + to, in->q + at * d, ds, d);
+            add_scaled(dv + to, dout + at * d, p, d);
+        }
+    }
 }

@@ -49,6 +49,18 @@ void naive_attention_backward(const struct naive_attention *in, const double *ou
                               const double *dout, double *dq, double *dk_block, double *dv_block,
                               double *dk_context, double *dv_context);
 
+// Keys of the rows' own steps: key j of row r is row j * step_rows + r * row_rows of k and v.
+struct naive_diagonal {
+    int64_t rows, steps, heads, kv_heads, head_dim, step_rows, row_rows;
+    double scale;
+    const double *q, *k, *v; // [., heads, head_dim]
+};
+void naive_diagonal(const struct naive_diagonal *in, const double *context_out,
+                    const double *context_lse, double *out, double *lse);
+// Gradients are added to; dk, dv: [steps, rows, kv_heads, head_dim].
+void naive_diagonal_backward(const struct naive_diagonal *in, const double *out, const double *lse,
+                             const double *dout, double *dq, double *dk, double *dv);
+
 // One row of the loss.
 struct naive_loss {
     int64_t vocab;
