@@ -1,32 +1,11 @@
-// Owns the chunked loss of an anchor group: order of rows, chunks, teacher rows, slot weights.
-#include "loss/loss.h"
-
+// Owns the chunked loss of an anchor group: order of rows, chunks, teacher rows, slot weights. What a
+// draft vocabulary and a trainable head add is draft_vocab.c's.
 #include <stdlib.h>
 
 #include "base/log.h"
-
-struct loss_order {
-    int32_t teacher_row; // position in the packed row
-    int32_t slot;        // index into the group's slots
-};
-
-// Sorted rows [first, first + rows) and their distinct teacher positions.
-struct loss_chunk {
-    int64_t first, rows, teachers;
-};
+#include "loss/loss_internal.h"
 
 enum {
-    STAT_LOSS,
-    STAT_STUDENT_LSE,
-    STAT_TEACHER_LSE,
-    STAT_OVERLAP,
-    STAT_CONFIDENCE,
-    STATS, // the terms follow
-    INDEX_ROW = 0,
-    INDEX_TEACHER,
-    INDEX_LABEL,
-    INDEX_POSITION,
-    INDICES,
     CHUNK_STEP = 128,  // rows that a matrix product takes at a time: chunks are whole steps
     MOST_PARTS = 8,    // of the vocabulary, in the product that makes dS
     LEAST_PART = 30000 // of shorter parts, to add the sums would cost more than 1 % of the product
@@ -44,17 +23,24 @@ void loss_plan(struct loss *loss, const struct loss_options *options, struct are
     _Static_assert(LOSS_TERM_COUNT == 8, "a new term needs its config key here");
     int64_t rows = options->group_rows, chunk = options->chunk_rows, h = options->hidden;
 
-    *loss = (struct loss){.options = *options};
+    *loss = (struct loss){.options = *options, .width = options->vocab};
+    loss_map_plan(loss);
     for (int term = 0; term < LOSS_TERM_COUNT; term++)
         loss->weight[term] = (float)weight[term];
     loss->logits = arena_take(arena, "loss", "logits", options->logits, chunk, options->vocab, 1);
-    loss->student = arena_take(arena, "loss", "student", options->compute, chunk, h, 1);
+    loss->student =
+        arena_take(arena, "loss", "student", options->compute, loss_most_students(loss), h, 1);
     loss->teacher = arena_take(arena, "loss", "teacher", options->compute, chunk, h, 1);
     loss->gradient = arena_take(arena, "loss", "gradient", DTYPE_F32, rows, h, 1);
     loss->index = arena_take(arena, "loss", "index", DTYPE_I32, INDICES, rows, 1);
     loss->scale = arena_take(arena, "loss", "scale", DTYPE_F32, rows, 1, 1);
     loss->stats = arena_take(arena, "loss", "stats", DTYPE_F32, STATS + LOSS_TERM_COUNT, rows, 1);
     loss->argmax = arena_take(arena, "loss", "argmax", DTYPE_I32, 2, rows, 1);
+    if (loss_full_teacher(loss)) {
+        loss->full_lse = arena_take(arena, "loss", "full_lse", DTYPE_F32, chunk, 1, 1);
+        loss->full_argmax = arena_take(arena, "loss", "full_argmax", DTYPE_I32, rows, 1, 1);
+        loss->full_overlap = arena_take(arena, "loss", "full_overlap", DTYPE_F32, rows, 1, 1);
+    }
 }
 
 void loss_open(struct loss *loss, const struct backend *backend)
@@ -68,6 +54,10 @@ void loss_open(struct loss *loss, const struct backend *backend)
     loss->h_stats = backend->host_alloc(rows * (STATS + LOSS_TERM_COUNT) * sizeof(*loss->h_stats));
     loss->h_argmax = backend->host_alloc(rows * 2 * sizeof(*loss->h_argmax));
     loss->h_scale = backend->host_alloc(rows * sizeof(*loss->h_scale));
+    if (loss_full_teacher(loss)) {
+        loss->h_full_argmax = backend->host_alloc(rows * sizeof(*loss->h_full_argmax));
+        loss->h_full_overlap = backend->host_alloc(rows * sizeof(*loss->h_full_overlap));
+    }
 }
 
 void loss_close(struct loss *loss)
@@ -81,6 +71,10 @@ void loss_close(struct loss *loss)
     loss->backend->host_free(loss->h_stats);
     loss->backend->host_free(loss->h_argmax);
     loss->backend->host_free(loss->h_scale);
+    if (loss_full_teacher(loss)) {
+        loss->backend->host_free(loss->h_full_argmax);
+        loss->backend->host_free(loss->h_full_overlap);
+    }
 }
 
 void slot_results_open(struct slot_results *results, int64_t slots)
@@ -136,12 +130,13 @@ static struct loss_chunk chunk_from(const struct loss *loss, const struct loss_g
                                     int64_t first, int64_t most)
 {
     const struct loss_order *order = loss->order;
+    int64_t vocab = loss->options.vocab, room = loss->options.chunk_rows * vocab; // of the logits
     struct loss_chunk chunk = {.first = first}, whole = chunk; // whole: up to the running position
     int64_t i = first;
     for (; i < group->slot_count && chunk.rows < most; i++) {
         bool distinct = i == first || order[i].teacher_row != order[i - 1].teacher_row;
         int64_t teachers = chunk.teachers + (loss->options.has_teacher && distinct);
-        if (chunk.rows + 1 + teachers > loss->options.chunk_rows)
+        if ((chunk.rows + 1) * loss->width + teachers * vocab > room)
             break;
         if (distinct)
             whole = chunk;
@@ -181,7 +176,7 @@ static void chunk_index(struct loss *loss, const struct loss_group *group,
                 ? group->hidden_row[order[i].slot]
                 : (int32_t)(slot->block * loss->options.block_size + slot->slot);
         loss->h_index[INDEX_TEACHER * count + i] = teacher;
-        loss->h_index[INDEX_LABEL * count + i] = slot->label;
+        loss->h_index[INDEX_LABEL * count + i] = loss_label(loss, slot->label);
     }
     // Where a position has several rows, the rest is not used.
     for (int64_t i = chunk->first + teacher + 1; i < chunk->first + chunk->rows; i++)
@@ -189,26 +184,26 @@ static void chunk_index(struct loss *loss, const struct loss_group *group,
 }
 
 // Sorts the group's rows, divides them into chunks and sends the index of all chunks. The last group's
-// copies are done: its results were waited for. Returns the number of chunks.
-static int64_t chunks_make(struct loss *loss, const struct backend *backend, struct stream *stream,
-                           const struct loss_group *group)
+// copies are done: its results were waited for.
+static void chunks_make(struct loss *loss, const struct backend *backend, struct stream *stream,
+                        const struct loss_group *group)
 {
-    int64_t count = 0;
+    loss->chunk_count = 0;
     for (int64_t i = 0; i < group->slot_count; i++)
         loss->order[i] = (struct loss_order){group->slots[i].teacher_row, (int32_t)i};
     qsort(loss->order, (size_t)group->slot_count, sizeof(*loss->order), compare_order);
-    for (int64_t first = 0; first < group->slot_count; first += loss->chunks[count++].rows) {
-        loss->chunks[count] = chunk_next(loss, group, first);
-        chunk_index(loss, group, &loss->chunks[count]);
+    for (int64_t first = 0; first < group->slot_count;) {
+        struct loss_chunk *chunk = &loss->chunks[loss->chunk_count++];
+        *chunk = chunk_next(loss, group, first);
+        chunk_index(loss, group, chunk);
+        first += chunk->rows;
     }
     backend->copy_in(stream, loss->index, loss->h_index,
                      (size_t)group->slot_count * INDICES * sizeof(*loss->index));
-    return count;
 }
 
-static void teacher_logits(struct loss *loss, const struct backend *backend, struct stream *stream,
-                           const struct loss_group *group, const struct loss_chunk *chunk,
-                           void *logits)
+static void teacher_states(struct loss *loss, const struct backend *backend, struct stream *stream,
+                           const struct loss_group *group, const struct loss_chunk *chunk)
 {
     const struct loss_options *o = &loss->options;
     backend->kernels->gather_rows(
@@ -234,17 +229,6 @@ static void teacher_logits(struct loss *loss, const struct backend *backend, str
                                        .x = loss->teacher,
                                        .weight = o->norm,
                                        .y = loss->teacher});
-    backend->kernels->gemm(stream, &(struct gemm){.m = chunk->teachers,
-                                                  .n = o->vocab,
-                                                  .k = o->hidden,
-                                                  .transpose_b = true,
-                                                  .alpha = o->logit_scale,
-                                                  .a = loss->teacher,
-                                                  .b = o->head,
-                                                  .c = logits,
-                                                  .a_type = o->compute,
-                                                  .b_type = o->compute,
-                                                  .c_type = o->logits});
 }
 
 static void chunk_softmax(struct loss *loss, const struct backend *backend, struct stream *stream,
@@ -257,7 +241,7 @@ static void chunk_softmax(struct loss *loss, const struct backend *backend, stru
     float *stats = loss->stats + at;
     size_t ratio = dtype_size(o->logits) / dtype_size(o->compute);
     struct softmax_loss op = {.rows = chunk->rows,
-                              .vocab = o->vocab,
+                              .vocab = loss->width,
                               .logits_type = o->logits,
                               .student = loss->logits,
                               .teacher = teacher,
@@ -266,7 +250,7 @@ static void chunk_softmax(struct loss *loss, const struct backend *backend, stru
                               .lk_eta = (float)o->config->lk_eta,
                               .gradient = group->dhidden != NULL ? loss->logits : NULL,
                               .gradient_type = o->compute,
-                              .gradient_stride = o->vocab * (int64_t)ratio,
+                              .gradient_stride = loss->width * (int64_t)ratio,
                               .loss = stats + STAT_LOSS * count,
                               .terms = loss->stats + STATS * count + at * LOSS_TERM_COUNT,
                               .student_lse = stats + STAT_STUDENT_LSE * count,
@@ -283,13 +267,13 @@ static void chunk_softmax(struct loss *loss, const struct backend *backend, stru
 // C = [rows, H] has so few tiles that a GPU's last round of them is mostly idle: so the vocabulary is cut
 // into parts that each make a whole number of 16-byte accesses. Their sums lie in the half of a row of
 // logits that its gradient leaves free. The number of parts follows from the model's sizes alone.
-static int64_t gradient_parts(const struct loss_options *o)
+static int64_t gradient_parts(const struct loss_options *o, int64_t width)
 {
     int64_t parts = MOST_PARTS;
     if (dtype_size(o->logits) != 2 * dtype_size(o->compute))
         return 1;
-    while (parts > 1 && (o->vocab % (8 * parts) != 0 || o->vocab / parts < LEAST_PART ||
-                         parts * o->hidden > o->vocab / 2))
+    while (parts > 1 && (width % (8 * parts) != 0 || width / parts < LEAST_PART ||
+                         parts * o->hidden > width / 2))
         parts /= 2;
     return parts;
 }
@@ -300,62 +284,68 @@ static void chunk_gradient(struct loss *loss, const struct backend *backend, str
 {
     const struct loss_options *o = &loss->options;
     size_t ratio = dtype_size(o->logits) / dtype_size(o->compute);
-    int64_t parts = gradient_parts(o);
+    int64_t parts = gradient_parts(o, loss->width);
     struct gemm product = {.m = chunk->rows,
                            .n = o->hidden,
-                           .k = o->vocab,
+                           .k = loss->width,
                            .alpha = o->logit_scale,
                            .a = loss->logits,
-                           .lda = o->vocab * (int64_t)ratio,
-                           .b = o->head,
+                           .lda = loss->width * (int64_t)ratio,
+                           .b = loss_student_head(loss),
                            .c = loss->gradient + chunk->first * o->hidden,
                            .a_type = o->compute,
                            .b_type = o->compute,
                            .c_type = DTYPE_F32,
                            .parts = parts};
     if (parts > 1) {
-        product.part_sums = (float *)loss->logits + o->vocab / 2;
-        product.part_stride = o->vocab;
+        product.part_sums = (float *)loss->logits + loss->width / 2;
+        product.part_stride = loss->width;
     }
     backend->kernels->gemm(stream, &product);
+}
+
+static void student_logits(struct loss *loss, const struct backend *backend, struct stream *stream,
+                           const struct loss_group *group, const struct loss_chunk *chunk)
+{
+    const struct loss_options *o = &loss->options;
+    const int32_t *rows = loss->index + INDEX_ROW * group->slot_count + chunk->first;
+    backend->kernels->gather_rows(stream, &(struct gather_rows){.rows = chunk->rows,
+                                                                .width = o->hidden,
+                                                                .in = group->hidden,
+                                                                .in_rows = group->rows,
+                                                                .in_stride = o->hidden,
+                                                                .in_type = o->compute,
+                                                                .out_type = o->compute,
+                                                                .index = rows,
+                                                                .scale = 1.0f,
+                                                                .out = loss->student});
+    loss_product(loss, backend, stream, chunk->rows, loss->student, loss_student_head(loss),
+                 loss->width, loss->logits);
 }
 
 static void chunk_run(struct loss *loss, const struct backend *backend, struct stream *stream,
                       const struct loss_group *group, const struct loss_chunk *chunk)
 {
     const struct loss_options *o = &loss->options;
-    int64_t at = chunk->first;
     unsigned char *teacher = NULL;
     if (o->has_teacher) {
         teacher = (unsigned char *)loss->logits +
-                  (size_t)(chunk->rows * o->vocab) * dtype_size(o->logits);
-        teacher_logits(loss, backend, stream, group, chunk, teacher);
+                  (size_t)(chunk->rows * loss->width) * dtype_size(o->logits);
+        teacher_states(loss, backend, stream, group, chunk);
+        loss_product(loss, backend, stream, chunk->teachers, loss->teacher, o->head, loss->width,
+                     teacher);
     }
-    backend->kernels->gather_rows(
-        stream, &(struct gather_rows){.rows = chunk->rows,
-                                      .width = o->hidden,
-                                      .in = group->hidden,
-                                      .in_rows = group->rows,
-                                      .in_stride = o->hidden,
-                                      .in_type = o->compute,
-                                      .out_type = o->compute,
-                                      .index = loss->index + INDEX_ROW * group->slot_count + at,
-                                      .scale = 1.0f,
-                                      .out = loss->student});
-    backend->kernels->gemm(stream, &(struct gemm){.m = chunk->rows,
-                                                  .n = o->vocab,
-                                                  .k = o->hidden,
-                                                  .transpose_b = true,
-                                                  .alpha = o->logit_scale,
-                                                  .a = loss->student,
-                                                  .b = o->head,
-                                                  .c = loss->logits,
-                                                  .a_type = o->compute,
-                                                  .b_type = o->compute,
-                                                  .c_type = o->logits});
+    if (loss_full_teacher(loss))
+        loss_full_columns(loss, backend, stream, chunk, teacher);
+    student_logits(loss, backend, stream, group, chunk);
+    if (loss_full_teacher(loss))
+        loss_full_results(loss, backend, stream, group, chunk, teacher);
     chunk_softmax(loss, backend, stream, group, chunk, teacher);
-    if (group->dhidden != NULL)
-        chunk_gradient(loss, backend, stream, chunk);
+    if (group->dhidden == NULL)
+        return;
+    chunk_gradient(loss, backend, stream, chunk);
+    if (o->dhead != NULL)
+        loss_head_gradient(loss, backend, stream, group, chunk);
 }
 
 // Statistics on their way to the host. What follows on the stream waits for them: it may overwrite them.
@@ -367,6 +357,12 @@ static void send_results(struct loss *loss, const struct backend *backend, struc
                       (size_t)(count * (STATS + LOSS_TERM_COUNT)) * sizeof(*loss->stats));
     backend->copy_out(loss->copies, loss->h_argmax, loss->argmax,
                       (size_t)(count * 2) * sizeof(*loss->argmax));
+    if (loss_full_teacher(loss)) {
+        backend->copy_out(loss->copies, loss->h_full_argmax, loss->full_argmax,
+                          (size_t)count * sizeof(*loss->full_argmax));
+        backend->copy_out(loss->copies, loss->h_full_overlap, loss->full_overlap,
+                          (size_t)count * sizeof(*loss->full_overlap));
+    }
     backend->stream_wait(stream, loss->copies);
 }
 
@@ -397,7 +393,7 @@ static void weigh(const struct loss *loss, const struct loss_group *group,
         for (end = first;
              end < group->slot_count && group->slots[end].block == group->slots[first].block; end++)
             if (config->slot_weight != SLOT_WEIGHT_DPACE)
-                results->weight[end] = group->slots[end].weight;
+                results->weight[end] = loss_slot_weight(loss, &group->slots[end]);
         if (config->slot_weight == SLOT_WEIGHT_DPACE) {
             float confidence[METRICS_MAX_BLOCK];
             for (int64_t i = first; i < end; i++)
@@ -408,13 +404,17 @@ static void weigh(const struct loss *loss, const struct loss_group *group,
     }
 }
 
-// dhidden from the unweighted gradient and the weights in h_scale.
+static void send_weights(struct loss *loss, const struct backend *backend, struct stream *stream,
+                         int64_t count)
+{
+    backend->copy_in(stream, loss->scale, loss->h_scale, (size_t)count * sizeof(*loss->h_scale));
+}
+
+// dhidden from the unweighted gradient and the weights.
 static void scale_gradient(struct loss *loss, const struct backend *backend, struct stream *stream,
                            const struct loss_group *group)
 {
     const struct loss_options *o = &loss->options;
-    backend->copy_in(stream, loss->scale, loss->h_scale,
-                     (size_t)group->slot_count * sizeof(*loss->h_scale));
     backend->kernels->scatter_rows(stream, &(struct scatter_rows){.rows = group->slot_count,
                                                                   .width = o->hidden,
                                                                   .in = loss->gradient,
@@ -438,15 +438,18 @@ bool loss_group_queue(struct loss *loss, const struct backend *backend, struct s
     if (group->rows > o->group_rows || group->slot_count > o->group_rows)
         BUG("a group of %lld rows, planned for %lld", (long long)group->rows,
             (long long)o->group_rows);
-    int64_t chunks = chunks_make(loss, backend, stream, group);
-    for (int64_t i = 0; i < chunks; i++) {
+    chunks_make(loss, backend, stream, group);
+    bool scaled = group->dhidden != NULL && !weights_follow_losses(loss);
+    BUG_UNLESS(scaled || group->dhidden == NULL || loss->options.dhead == NULL);
+    for (int64_t i = 0; i < group->slot_count && scaled; i++)
+        loss->h_scale[i] = loss_slot_weight(loss, &group->slots[loss->order[i].slot]);
+    if (scaled)
+        send_weights(loss, backend, stream, group->slot_count);
+    for (int64_t i = 0; i < loss->chunk_count; i++) {
         backend->range_push("chunk");
         chunk_run(loss, backend, stream, group, &loss->chunks[i]);
         backend->range_pop();
     }
-    bool scaled = group->dhidden != NULL && !weights_follow_losses(loss);
-    for (int64_t i = 0; i < group->slot_count && scaled; i++)
-        loss->h_scale[i] = group->slots[loss->order[i].slot].weight;
     if (scaled)
         scale_gradient(loss, backend, stream, group);
     send_results(loss, backend, stream, group->slot_count);
@@ -459,10 +462,13 @@ void loss_group_collect(struct loss *loss, const struct backend *backend, struct
     backend->sync(loss->copies);
     sort_results(loss, group->slot_count, results);
     weigh(loss, group, results);
+    if (loss_has_map(loss))
+        loss_map_results(loss, group, results);
     if (group->dhidden == NULL || !weights_follow_losses(loss))
         return;
     for (int64_t i = 0; i < group->slot_count; i++)
         loss->h_scale[i] = results->weight[loss->order[i].slot];
+    send_weights(loss, backend, stream, group->slot_count);
     scale_gradient(loss, backend, stream, group);
 }
 

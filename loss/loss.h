@@ -11,13 +11,28 @@
 #include "kernels/kernels.h"
 #include "loss/metrics.h"
 
+// A draft vocabulary: the student knows draft ids only. The head's rows, and so the columns of the
+// teacher's logits, are then ordered: the kept ids ascending, whose column is their draft id, then the
+// others ascending. Losses are against the softmax over the kept columns; a label outside adds nothing to
+// ce_data.
+struct loss_vocab {
+    int64_t draft;        // Vd; 0 or V: the student knows the whole vocabulary, the rest is unread
+    const int32_t *ids;   // [V] backend memory: target id of a row of the head
+    const int32_t *h_ids; // [V] host: the same
+    const int32_t *draft_of; // [V] host: draft id of a target id, -1: outside
+    // Slots whose teacher's argmax over all columns is outside weigh 0. Without a teacher: whose label is.
+    bool mask_outside;
+};
+
 struct loss_options {
     const struct loss_config *config;
     int64_t hidden, vocab; // H, V
     int64_t block_size;    // B
     int64_t group_rows;    // most block rows of a group
-    int64_t chunk_rows;    // student and distinct teacher rows whose logits exist together, >= 2
-    enum dtype compute;    // of hidden states, head and gradients
+    // Student and distinct teacher rows whose logits exist together, >= 2. With a draft vocabulary the
+    // same memory holds more student rows, which are shorter.
+    int64_t chunk_rows;
+    enum dtype compute; // of hidden states, head and gradients
     enum dtype logits;
     bool has_teacher;  // false: shards without a last hidden state
     bool teacher_norm; // the last hidden state is pre-norm: apply the target's final norm
@@ -25,6 +40,10 @@ struct loss_options {
     float logit_scale;
     const void *head;  // [V, H] compute dtype, backend memory, frozen
     const float *norm; // [H] fp32, backend memory, frozen; unread without teacher_norm
+    struct loss_vocab map;
+    // [Vd or V, H] compute dtype, backend memory: the student's head. NULL: the first rows of `head`.
+    const void *student_head;
+    float *dhead; // [Vd or V, H] fp32: its gradient is added here; NULL: it is frozen
 };
 
 struct loss {
@@ -32,21 +51,29 @@ struct loss {
     float weight[LOSS_TERM_COUNT];
     // backend memory
     void *logits;    // [chunk_rows, V] students, then distinct teachers; later G and sums of dS
-    void *student;   // [chunk_rows, H] gathered hidden states
+    void *student;   // [chunk_rows, H] gathered hidden states; of a map [most_students, H]
     void *teacher;   // [chunk_rows, H] gathered last hidden states, normed
     float *gradient; // [group_rows, H] unweighted dS, in sorted order
     int32_t *index;  // [4, slot_count] row, teacher_row, label, position, in sorted order
     float *scale;    // [group_rows] slot weights in sorted order
     float *stats;    // [5 + terms, slot_count] loss, both lse, overlap, confidence; then the terms
     int32_t *argmax; // [2, slot_count] student, teacher
+    // with a map and a teacher, else NULL: the teacher over all columns
+    float *full_lse;      // [chunk_rows] distinct teachers of the chunk
+    int32_t *full_argmax; // [slot_count] column; distinct teachers of a chunk from its first row on
+    float *full_overlap;  // [slot_count]
     // host memory, from the backend where it is copied to or from
     const struct backend *backend;
     struct loss_order *order;  // [group_rows] private
     struct loss_chunk *chunks; // [group_rows] private
+    int64_t width;             // of a student's logits: V, or Vd of a map
     int32_t *h_index;          // as index, stats, argmax and scale
     float *h_stats;
     int32_t *h_argmax;
     float *h_scale;
+    int32_t *h_full_argmax;
+    float *h_full_overlap;
+    int64_t chunk_count;   // of the running group
     struct stream *copies; // of results to the host
 };
 
@@ -74,6 +101,8 @@ bool loss_group_queue(struct loss *loss, const struct backend *backend, struct s
                       const struct loss_group *group);
 // Waits for the results, but not for what has been queued on the stream since; next after
 // loss_group_queue. results arrays hold slot_count entries each and are filled in the order of slots.
+// With a map: argmaxes are target ids, teacher_argmax and overlap are of the whole vocabulary,
+// teacher_lse is of the kept columns, and weight is 0 where it was masked.
 void loss_group_collect(struct loss *loss, const struct backend *backend, struct stream *stream,
                         const struct loss_group *group, struct slot_results *results);
 // Both.
