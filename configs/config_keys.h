@@ -174,7 +174,8 @@
 #define LOG_KEYS(TEXT, PATH, INT, REAL, FLAG, CHOICE, TEXTS, PATHS, INTS, REALS) \
     INT(every, 10, 1, INT64_MAX, FREE, "steps between plain progress lines; metrics.jsonl has every step") \
     CHOICE(level, info, "error\0warn\0info\0debug", FREE, "least important messages shown") \
-    FLAG(tensorboard, true, FREE, "write events/ for TensorBoard")
+    FLAG(tensorboard, true, FREE, "write events/ for TensorBoard") \
+    REAL(peak_tflops, 0.0, 0.0, 1e6, FREE, "10^12 operations a second that one device can do in the type the step computes in, for the model FLOPs utilisation; 0: known by the GPU's name, and not reported for other GPUs and CPUs")
 // clang-format on
 
 #endif

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "base/memory.h"
+#include "base/timer.h"
 #include "data/shard.h"
 
 static int read_from_shards(struct source *source, const struct document *document, int64_t serial,
@@ -13,10 +14,12 @@ static int read_from_shards(struct source *source, const struct document *docume
     (void)serial;
     const struct shard *shard = &source->documents->shards[document->shard];
     int64_t first = document->first, length = document->length;
+    double start = timer_now();
     if (shard_read_ids(shard, first, length, ids, err) != 0 ||
         shard_read_mask(shard, first, length, mask, err) != 0 ||
         shard_read_hidden(shard, first, length, hidden, err) != 0)
         return -1;
+    source_count_disk(source, start);
     bool check_crc = source->check_crc && document->length == document->full_length;
     if (shard_check_prefix(shard, document->index, length, ids, mask, hidden, check_crc, err) != 0)
         return SOURCE_BAD;
@@ -39,7 +42,8 @@ int source_open_shards(struct source **source, const struct documents *documents
                          "data.spool. Give feature shards as data.train",
                          documents->shards[0].path);
     *source = memory_alloc(1, sizeof(**source));
-    **source = (struct source){&shard_source_ops, documents, check_crc};
+    **source =
+        (struct source){.ops = &shard_source_ops, .documents = documents, .check_crc = check_crc};
     return 0;
 }
 
@@ -47,4 +51,14 @@ void source_close(struct source *source)
 {
     if (source != NULL)
         source->ops->close(source);
+}
+
+double source_disk_seconds(const struct source *source)
+{
+    return 1e-9 * (double)atomic_load(&source->disk_nanoseconds);
+}
+
+void source_count_disk(struct source *source, double start)
+{
+    atomic_fetch_add(&source->disk_nanoseconds, (long long)(1e9 * (timer_now() - start)));
 }

@@ -3,6 +3,8 @@
 #ifndef DATA_SOURCE_H
 #define DATA_SOURCE_H
 
+#include <stdatomic.h>
+
 #include "data/documents.h"
 
 struct source;
@@ -26,6 +28,7 @@ struct source {
     const struct source_ops *ops;
     const struct documents *documents;
     bool check_crc;
+    atomic_llong disk_nanoseconds; // that threads have spent reading files, all of them together
 };
 
 // Features from the shards the documents were read from. A document that was cut to seq_len is checked
@@ -34,5 +37,9 @@ struct source {
 int source_open_shards(struct source **source, const struct documents *documents, bool check_crc,
                        struct error *err);
 void source_close(struct source *source);
+// Seconds that threads have spent reading files so far; what they wait for and check is apart.
+double source_disk_seconds(const struct source *source);
+// For implementations: adds the time since `start` (timer_now).
+void source_count_disk(struct source *source, double start);
 
 #endif

@@ -12,6 +12,7 @@
 #include "base/log.h"
 #include "base/memory.h"
 #include "base/rng.h"
+#include "base/timer.h"
 #include "data/spool_folder.h"
 
 // Nanoseconds between looks into the folder: other machines' files are not announced.
@@ -264,16 +265,18 @@ static int check_tokens(const struct shard *shard, int64_t index, int64_t length
     return result;
 }
 
-static int read_features(const struct spool *spool, const struct open_shard *open,
+static int read_features(struct spool *spool, const struct open_shard *open,
                          const struct document *document, int64_t serial, const int32_t *ids,
                          const uint8_t *mask, bf16 *hidden, struct error *err)
 {
     const struct shard *shard = &open->shard;
     int64_t index = serial - open->first, length = document->length;
+    double start = timer_now();
     if (check_document(open, document, serial, err) != 0 ||
         check_tokens(shard, index, length, ids, mask, err) != 0 ||
         shard_read_hidden(shard, shard->doc_offsets[index], length, hidden, err) != 0)
         return -1;
+    source_count_disk(&spool->source, start);
     if (shard_check_prefix(shard, index, length, ids, mask, hidden, spool->source.check_crc, err) !=
         0)
         return SOURCE_BAD;
@@ -476,7 +479,8 @@ int source_open_spool(struct source **source, const struct spool_options *option
                       struct error *err)
 {
     struct spool *spool = memory_alloc(1, sizeof(*spool));
-    spool->source = (struct source){&spool_source_ops, options->documents, options->check_crc};
+    spool->source = (struct source){
+        .ops = &spool_source_ops, .documents = options->documents, .check_crc = options->check_crc};
     spool->folder = memory_strdup(options->folder);
     spool->owner = options->owner;
     spool->lock_fd = -1;

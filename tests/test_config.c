@@ -356,7 +356,7 @@ static void json_holds_sections_and_nulls(void **state)
     assert_non_null(strstr(json, "\"rms_norm_eps\": null, \"rope_theta\": 10000000, "
                                  "\"rope_scaling\": \"none\", "));
     assert_non_null(strstr(json, "\"log\": {\"every\": 10, \"level\": \"info\", "
-                                 "\"tensorboard\": true}}"));
+                                 "\"tensorboard\": true, \"peak_tflops\": 0}}"));
     free(json);
     config_release(&c);
 }

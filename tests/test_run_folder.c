@@ -1,8 +1,6 @@
-// The run folder: one process at a time, lines of metrics that survive kills and resumes, event files
-// that TensorBoard's rules accept.
+// The run folder: one process at a time, lines of metrics that survive kills and resumes, progress.
 #include "trainer/run_folder.h"
 
-#include <dirent.h>
 #include <math.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -16,8 +14,8 @@
 #include <cjson/cJSON.h>
 #include <cmocka.h>
 
-#include "base/crc32c.h"
 #include "base/log.h"
+#include "tests/support/report_fixture.h"
 #include "tests/support/shard_fixture.h"
 #include "trainer/files.h"
 
@@ -67,55 +65,10 @@ static void write_text(const char *name, const char *text)
     free(path);
 }
 
-static struct metrics some_metrics(void)
-{
-    struct metrics metrics = {.loss = 6.0,
-                              .weight = 4.0,
-                              .slots = 8.0,
-                              .overlap = 2.0,
-                              .blocks = 4.0,
-                              .accepted = 6.0,
-                              .tokens = 5000000000.0,
-                              .supervised = 2500000000.0,
-                              .covered = 1250000000.0,
-                              .anchors = 4.0,
-                              .valid_anchors = 9.0,
-                              .rows = 2.0,
-                              .bad_documents = 1.0};
-    metrics.terms[LOSS_KL] = 3.0;
-    metrics.terms[LOSS_TV] = 1.0;
-    metrics.scored[1] = 4.0;
-    metrics.correct[1] = 3.0;
-    metrics.scored[2] = 2.0;
-    metrics.correct[2] = 1.0;
-    return metrics;
-}
-
-static struct step_report some_step(const struct metrics *metrics, int64_t step)
-{
-    static const double weights[LOSS_TERM_COUNT] = {[LOSS_KL] = 1.0, [LOSS_TV] = 0.5};
-    return (struct step_report){.step = step,
-                                .total_steps = 100,
-                                .epoch = 1,
-                                .metrics = metrics,
-                                .normalize = NORMALIZE_WEIGHTED,
-                                .term_weights = weights,
-                                .block_size = 4,
-                                .lr = 1e-4,
-                                .grad_norm = 0.1,
-                                .clip_factor = 1.0,
-                                .seconds = 2.0,
-                                .wait_seconds = 0.5,
-                                .read_seconds = 4.0,
-                                .read_bytes = 8e9,
-                                .memory_bytes = 3e9,
-                                .planned_bytes = 2e9};
-}
-
 static void report_step(struct run_folder *run, int64_t step)
 {
-    struct metrics metrics = some_metrics();
-    struct step_report report = some_step(&metrics, step);
+    struct metrics metrics = report_metrics();
+    struct step_report report = report_step_of(&metrics, step);
     struct error err = {""};
     if (run_folder_step(run, &report, 10, &err) != 0)
         fail_msg("%s", err.text);
@@ -248,12 +201,18 @@ static void a_step_says_everything_by_name(void **state)
         {"seconds", "2"},
         {"wait_seconds", "0.5"},
         {"read_seconds", "4"},
+        {"disk_seconds", "3"},
+        {"copy_seconds", "0.125"},
         {"forward_seconds", "0"},
         {"loss_seconds", "0"},
         {"backward_seconds", "0"},
         {"optimizer_seconds", "0"},
         {"save_seconds", "0"},
         {"tokens_per_second", "2500000000"},
+        {"block_rows_per_second", "8"},
+        {"wait_share", "0.3125"},
+        {"flops", "1000000000000"},
+        {"read_bytes", "8000000000"},
         {"read_gb_per_second", "2"},
         {"memory_bytes", "3000000000"},
         {"planned_bytes", "2000000000"},
@@ -276,7 +235,7 @@ static void what_is_no_number_is_null(void **state)
     struct run_folder run;
     open_run(&run, 0, true);
     struct metrics empty = {0};
-    struct step_report report = some_step(&empty, 1);
+    struct step_report report = report_step_of(&empty, 1);
     report.grad_norm = (double)INFINITY;
     report.skipped = true;
     struct error err = {""};
@@ -296,8 +255,8 @@ static void losses_normalised_by_count_have_terms_by_count(void **state)
     (void)state;
     struct run_folder run;
     open_run(&run, 0, false);
-    struct metrics metrics = some_metrics();
-    struct step_report report = some_step(&metrics, 1);
+    struct metrics metrics = report_metrics();
+    struct step_report report = report_step_of(&metrics, 1);
     report.normalize = NORMALIZE_COUNT;
     struct error err = {""};
     assert_int_equal(run_folder_step(&run, &report, 1, &err), 0);
@@ -330,7 +289,7 @@ static void a_validation_carries_its_prefix(void **state)
     };
     struct run_folder run;
     open_run(&run, 0, false);
-    struct metrics metrics = some_metrics();
+    struct metrics metrics = report_metrics();
     struct walk walk = {.blocks = 4.0, .tokens = 13.0};
     walk.draft_blocks[2] = 2.0;
     walk.draft_tokens[2] = 5.0;
@@ -420,8 +379,8 @@ static void a_line_that_does_not_fit_is_taken_back(void **state)
     struct rlimit limit;
     assert_int_equal(getrlimit(RLIMIT_FSIZE, &limit), 0);
     struct rlimit lower = {strlen(text) + 50, limit.rlim_max};
-    struct metrics metrics = some_metrics();
-    struct step_report report = some_step(&metrics, 2);
+    struct metrics metrics = report_metrics();
+    struct step_report report = report_step_of(&metrics, 2);
     struct error err = {""};
     assert_int_equal(setrlimit(RLIMIT_FSIZE, &lower), 0);
     int result = run_folder_step(&run, &report, 10, &err);
@@ -449,214 +408,9 @@ static void progress_comes_every_so_many_steps_and_at_the_end(void **state)
     assert_non_null(strstr(text, "step 100/100 "));
     assert_null(strstr(text, "step 1/100 "));
     assert_null(strstr(text, "step 19/100 "));
-    assert_non_null(strstr(text, "data wait 25 %"));
+    assert_non_null(strstr(text, "data wait 31 %"));
     assert_non_null(strstr(text, "ETA 0:03:00")); // 90 steps of 2 s
     free(text);
-}
-
-// ---- event files ---------------------------------------------------------------------------------
-
-struct reader {
-    const unsigned char *next, *end;
-};
-
-static uint64_t little_endian(struct reader *reader, int size)
-{
-    uint64_t value = 0;
-    assert_true(reader->end - reader->next >= size);
-    for (int i = 0; i < size; i++)
-        value |= (uint64_t)reader->next[i] << (8 * i);
-    reader->next += size;
-    return value;
-}
-
-static uint64_t varint(struct reader *reader)
-{
-    uint64_t value = 0;
-    for (int shift = 0;; shift += 7) {
-        uint64_t byte = little_endian(reader, 1);
-        value |= (byte & 0x7f) << shift;
-        if (byte < 0x80)
-            return value;
-    }
-}
-
-// One field: its number, and its value as bits or as a part.
-static int field(struct reader *reader, uint64_t *bits, struct reader *part)
-{
-    uint64_t key = varint(reader);
-    *bits = 0;
-    *part = (struct reader){reader->next, reader->next};
-    switch (key & 7) {
-    case 0:
-        *bits = varint(reader);
-        break;
-    case 1:
-        *bits = little_endian(reader, 8);
-        break;
-    case 5:
-        *bits = little_endian(reader, 4);
-        break;
-    case 2: {
-        uint64_t size = varint(reader);
-        assert_true(size <= (uint64_t)(reader->end - reader->next));
-        *part = (struct reader){reader->next, reader->next + size};
-        reader->next += size;
-        break;
-    }
-    default:
-        fail_msg("wire type %d", (int)(key & 7));
-    }
-    return (int)(key >> 3);
-}
-
-struct event {
-    double wall_time;
-    int64_t step;
-    char version[32], tag[64];
-    float value;
-    bool start;
-};
-
-static void copy_text(char *to, size_t size, const struct reader *part)
-{
-    size_t n = (size_t)(part->end - part->next);
-    assert_true(n > 0 && n < size);
-    memcpy(to, part->next, n);
-    to[n] = '\0';
-}
-
-static void parse_summary(struct event *event, struct reader summary)
-{
-    uint64_t bits;
-    struct reader value = {NULL, NULL}, part;
-    assert_int_equal(field(&summary, &bits, &value), 1);
-    assert_ptr_equal(summary.next, summary.end);
-    while (value.next < value.end) {
-        int number = field(&value, &bits, &part);
-        assert_true(number == 1 || number == 2);
-        uint32_t low = (uint32_t)bits;
-        if (number == 1)
-            copy_text(event->tag, sizeof(event->tag), &part);
-        else
-            memcpy(&event->value, &low, sizeof(event->value));
-    }
-}
-
-static struct event parse_event(struct reader reader)
-{
-    struct event event = {0};
-    while (reader.next < reader.end) {
-        uint64_t bits;
-        struct reader part, inner;
-        switch (field(&reader, &bits, &part)) {
-        case 1:
-            memcpy(&event.wall_time, &bits, sizeof(bits));
-            break;
-        case 2:
-            event.step = (int64_t)bits;
-            break;
-        case 3:
-            copy_text(event.version, sizeof(event.version), &part);
-            break;
-        case 5:
-            parse_summary(&event, part);
-            break;
-        case 7:
-            event.start = field(&part, &bits, &inner) == 1 && bits == 1;
-            break;
-        default:
-            fail_msg("unknown field of an event");
-        }
-    }
-    return event;
-}
-
-static uint32_t masked(const unsigned char *bytes, size_t size)
-{
-    uint32_t crc = crc32c(0, bytes, size);
-    return ((crc >> 15) | (crc << 17)) + 0xa282ead8u;
-}
-
-// All events of the newest file below events/; returns how many.
-static int read_events(struct event *events, int room)
-{
-    char *path = fixture_path(folder, "events"), name[512] = "";
-    struct dirent **found = NULL;
-    int files = scandir(path, &found, NULL, alphasort);
-    assert_true(files > 2); // "." and ".." too
-    for (int i = 0; i < files; i++) {
-        if (strncmp(found[i]->d_name, "events.out.tfevents.", 20) == 0)
-            snprintf(name, sizeof(name), "%s", found[i]->d_name);
-        free(found[i]);
-    }
-    free(found);
-    char *file = fixture_path(path, name);
-    FILE *in = fopen(file, "rb");
-    assert_non_null(in);
-    static unsigned char bytes[1 << 16];
-    struct reader reader = {bytes, bytes + fread(bytes, 1, sizeof(bytes), in)};
-    fclose(in);
-    int count = 0;
-    while (reader.next < reader.end && count < room) {
-        const unsigned char *head = reader.next;
-        uint64_t size = little_endian(&reader, 8);
-        assert_int_equal(little_endian(&reader, 4), masked(head, 8));
-        const unsigned char *body = reader.next;
-        assert_true(size <= (uint64_t)(reader.end - body));
-        reader.next += size;
-        assert_int_equal(little_endian(&reader, 4), masked(body, (size_t)size));
-        events[count++] = parse_event((struct reader){body, body + size});
-    }
-    free(file);
-    free(path);
-    return count;
-}
-
-static const struct event *find_event(const struct event *events, int count, const char *tag)
-{
-    for (int i = 0; i < count; i++) {
-        if (strcmp(events[i].tag, tag) == 0)
-            return &events[i];
-    }
-    fail_msg("no event %s", tag);
-    return NULL;
-}
-
-static void events_are_records_that_readers_accept(void **state)
-{
-    (void)state;
-    struct run_folder run;
-    open_run(&run, 0, true);
-    report_step(&run, 300);
-    run_folder_close(&run);
-    struct event events[64] = {0};
-    int count = read_events(events, 64);
-    assert_string_equal(events[0].version, "brain.Event:2");
-    assert_true(events[0].wall_time > 1.5e9);
-    assert_true(events[1].start && events[1].step == 1);
-    const struct event *loss = find_event(events, count, "train/loss");
-    assert_int_equal(loss->step, 300);
-    assert_true(loss->value == 1.5f);
-    assert_true(find_event(events, count, "train/accept_len")->value == 2.5f);
-    assert_true(find_event(events, count, "train/lr")->value == 1e-4f);
-    assert_true(find_event(events, count, "train/loss_tv")->value == 0.25f);
-}
-
-static void a_resume_starts_a_file_that_forgets_later_steps(void **state)
-{
-    (void)state;
-    struct run_folder run;
-    open_run(&run, 0, true);
-    report_step(&run, 1);
-    run_folder_close(&run);
-    open_run(&run, 12, true);
-    report_step(&run, 13);
-    run_folder_close(&run);
-    struct event events[64] = {0};
-    int count = read_events(events, 64);
-    assert_true(events[1].start && events[1].step == 13);
-    assert_int_equal(find_event(events, count, "train/loss")->step, 13);
 }
 
 #define TEST(name) cmocka_unit_test_setup_teardown(name, open_test, close_test)
@@ -676,8 +430,6 @@ int main(void)
         TEST(a_full_disk_does_not_end_the_run),
         TEST(a_line_that_does_not_fit_is_taken_back),
         TEST(progress_comes_every_so_many_steps_and_at_the_end),
-        TEST(events_are_records_that_readers_accept),
-        TEST(a_resume_starts_a_file_that_forgets_later_steps),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

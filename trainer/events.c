@@ -1,43 +1,40 @@
 // Owns TensorBoard event files: records of length, bytes and masked checksums (TFRecord) that hold
-// Event messages of protocol buffers. Only what scalars need of both is written.
+// Event messages of protocol buffers. Only what scalars need of both is written. Cutting them back is
+// events_cut.c's.
 #include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/time.h>
 #include <unistd.h>
 
-#include "base/crc32c.h"
 #include "base/log.h"
 #include "base/memory.h"
+#include "trainer/events_internal.h"
 #include "trainer/files.h"
 #include "trainer/run_folder.h"
 
-struct event_file {
-    FILE *out;
-    char *path;
-    bool failed; // said once
-};
-
-// Field numbers of tensorflow's event.proto and summary.proto.
 enum {
-    EVENT_WALL_TIME = 1,
-    EVENT_STEP = 2,
-    EVENT_FILE_VERSION = 3,
-    EVENT_SUMMARY = 5,
-    EVENT_SESSION_LOG = 7,
-    SUMMARY_VALUE = 1,
-    VALUE_TAG = 1,
-    VALUE_SIMPLE = 2,
-    SESSION_STATUS = 1,
-    SESSION_START = 1,
+    MOST_BYTES = 1 << 14, // of a message: the scalars of one step
+    LENGTH_BYTES = 8,
+    CHECKSUM_BYTES = 4
 };
-enum wire { WIRE_VARINT = 0, WIRE_64 = 1, WIRE_BYTES = 2, WIRE_32 = 5 };
 
 struct message {
-    unsigned char bytes[512];
+    unsigned char bytes[MOST_BYTES];
     size_t size;
 };
+
+struct event_file {
+    int fd;
+    char *path;
+    bool failed;            // said once
+    struct message summary; // of the step that is being told
+    int64_t step;
+};
+
+enum wire { WIRE_VARINT = 0, WIRE_64 = 1, WIRE_BYTES = 2, WIRE_32 = 5 };
 
 static void put_bytes(struct message *message, const void *bytes, size_t size)
 {
@@ -97,31 +94,40 @@ static void put_part(struct message *message, int field, const void *bytes, size
     put_bytes(message, bytes, size);
 }
 
-// The format's own mask: a checksum of data that holds checksums would be weak.
-static uint32_t masked_crc(const void *bytes, size_t size)
-{
-    uint32_t crc = crc32c(0, bytes, size);
-    return (crc >> 15 | crc << 17) + 0xa282ead8u;
-}
-
+// A record that is not written whole is taken back: a reader stops at half a record for good.
 static void write_record(struct event_file *file, const struct message *event)
 {
-    struct message head = {.size = 0}, tail = {.size = 0};
-    put_little_endian(&head, event->size, 8);
-    put_little_endian(&head, masked_crc(head.bytes, 8), 4);
-    put_little_endian(&tail, masked_crc(event->bytes, event->size), 4);
-    fwrite(head.bytes, 1, head.size, file->out);
-    fwrite(event->bytes, 1, event->size, file->out);
-    fwrite(tail.bytes, 1, tail.size, file->out);
+    unsigned char record[LENGTH_BYTES + CHECKSUM_BYTES + MOST_BYTES + CHECKSUM_BYTES];
+    struct message end;
+    end.size = 0;
+    off_t before = lseek(file->fd, 0, SEEK_END);
+    put_little_endian(&end, event->size, LENGTH_BYTES);
+    put_little_endian(&end, event_checksum(end.bytes, LENGTH_BYTES), CHECKSUM_BYTES);
+    memcpy(record, end.bytes, end.size);
+    size_t size = end.size;
+    memcpy(record + size, event->bytes, event->size);
+    size += event->size;
+    end.size = 0;
+    put_little_endian(&end, event_checksum(event->bytes, event->size), CHECKSUM_BYTES);
+    memcpy(record + size, end.bytes, end.size);
+    size += end.size;
+    ssize_t written = write(file->fd, record, size);
+    if (written == (ssize_t)size)
+        return;
+    int cause = written < 0 ? errno : ENOSPC;
+    bool whole = written <= 0 || ftruncate(file->fd, before) == 0;
+    if (!file->failed)
+        log_warn("%s: writing failed: %s; its curves have %s", file->path, strerror(cause),
+                 whole ? "gaps" : "no end: what follows can not be read");
+    file->failed = true;
 }
 
-static struct message begin_event(void)
+static void begin_event(struct message *event)
 {
-    struct message event = {.size = 0};
     struct timeval now;
     gettimeofday(&now, NULL);
-    put_double(&event, EVENT_WALL_TIME, (double)now.tv_sec + 1e-6 * (double)now.tv_usec);
-    return event;
+    event->size = 0;
+    put_double(event, EVENT_WALL_TIME, (double)now.tv_sec + 1e-6 * (double)now.tv_usec);
 }
 
 int event_file_open(struct event_file **file, const char *directory, struct error *err)
@@ -134,57 +140,65 @@ int event_file_open(struct event_file **file, const char *directory, struct erro
     struct timeval now;
     gettimeofday(&now, NULL);
     // Readers take the files in the order of their names.
-    char *path = memory_format("%s/events.out.tfevents.%010lld.%06ld.%s.%ld", directory,
+    char *path = memory_format("%s/" EVENT_FILE_PREFIX "%010lld.%06ld.%s.%ld", directory,
                                (long long)now.tv_sec, (long)now.tv_usec, host, (long)getpid());
-    FILE *out = fopen(path, "wxe");
-    if (out == NULL) {
+    int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (fd < 0) {
         error_set(err, "%s: can not create: %s", path, strerror(errno));
         free(path);
         return -1;
     }
-    *file = memory_alloc(1, sizeof(**file));
-    (*file)->out = out;
-    (*file)->path = path;
-    struct message event = begin_event();
+    struct event_file *f = memory_alloc(1, sizeof(*f));
+    f->fd = fd;
+    f->path = path;
+    struct message event;
+    begin_event(&event);
     put_part(&event, EVENT_FILE_VERSION, version, strlen(version));
-    write_record(*file, &event);
+    write_record(f, &event);
+    *file = f;
     return 0;
 }
 
 void event_file_restart(struct event_file *file, int64_t step)
 {
-    struct message log = {.size = 0};
+    struct message log, event;
+    log.size = 0;
     put_int(&log, SESSION_STATUS, SESSION_START);
-    struct message event = begin_event();
+    begin_event(&event);
     put_int(&event, EVENT_STEP, step);
     put_part(&event, EVENT_SESSION_LOG, log.bytes, log.size);
     write_record(file, &event);
 }
 
-void event_file_scalar(struct event_file *file, int64_t step, const char *tag, double value)
+void event_file_begin(struct event_file *file, int64_t step)
 {
-    struct message item = {.size = 0}, summary = {.size = 0};
-    put_part(&item, VALUE_TAG, tag, strlen(tag));
-    put_float(&item, VALUE_SIMPLE, (float)value);
-    put_part(&summary, SUMMARY_VALUE, item.bytes, item.size);
-    struct message event = begin_event();
-    put_int(&event, EVENT_STEP, step);
-    put_part(&event, EVENT_SUMMARY, summary.bytes, summary.size);
-    write_record(file, &event);
+    file->step = step;
+    file->summary.size = 0;
 }
 
-void event_file_flush(struct event_file *file)
+void event_file_scalar(struct event_file *file, const char *tag, double value)
 {
-    if (fflush(file->out) == 0 || file->failed)
+    struct message item;
+    item.size = 0;
+    put_part(&item, VALUE_TAG, tag, strlen(tag));
+    put_float(&item, VALUE_SIMPLE, (float)value);
+    put_part(&file->summary, SUMMARY_VALUE, item.bytes, item.size);
+}
+
+void event_file_end(struct event_file *file)
+{
+    struct message event;
+    if (file->summary.size == 0)
         return;
-    file->failed = true;
-    log_warn("%s: writing failed: %s; its curves will have gaps", file->path, strerror(errno));
+    begin_event(&event);
+    put_int(&event, EVENT_STEP, file->step);
+    put_part(&event, EVENT_SUMMARY, file->summary.bytes, file->summary.size);
+    write_record(file, &event);
 }
 
 void event_file_close(struct event_file *file)
 {
-    event_file_flush(file);
-    fclose(file->out);
+    close(file->fd);
     free(file->path);
     free(file);
 }

@@ -38,7 +38,7 @@ static size_t free_memory(const struct session *session)
     return least_of_ranks(session, limit > 0 && limit < left ? (size_t)limit : left);
 }
 
-static struct plan_subject subject_of(const struct session *session, bool training)
+struct plan_subject plan_session_subject(const struct session *session, bool training)
 {
     const struct documents *documents = session_documents(session);
     struct plan_subject subject = {.target = &session->target,
@@ -52,8 +52,7 @@ static struct plan_subject subject_of(const struct session *session, bool traini
                                    .validates = session->has_val,
                                    .documents =
                                        (int64_t)(session->train.count + session->val.count),
-                                   .ranks = session_ranks(session),
-                                   .limit = free_memory(session)};
+                                   .ranks = session_ranks(session)};
     memcpy(subject.plane, session->plane, sizeof(subject.plane));
     memcpy(subject.layer_ids, session->sizes.target_layer_ids, sizeof(subject.layer_ids));
     return subject;
@@ -266,7 +265,8 @@ int plan_admit(struct session *session, enum plan_admission how, size_t *planned
 {
     struct plan plan;
     bool frozen = how == ADMIT_FROZEN;
-    struct plan_subject subject = subject_of(session, how != ADMIT_SCORING);
+    struct plan_subject subject = plan_session_subject(session, how != ADMIT_SCORING);
+    subject.limit = free_memory(session);
     int status =
         plan_make(&plan, &subject, session->config, frozen ? &session->execution : NULL, err);
     if (status == 0 && !plan.fits)

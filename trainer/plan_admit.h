@@ -12,6 +12,9 @@ enum plan_admission {
     ADMIT_SCORING,   // a checkpoint is scored: only memory.* may change
 };
 
+// What an open session plans for, whatever memory is free.
+struct plan_subject plan_session_subject(const struct session *session, bool training);
+
 // Chooses what the config leaves open so that the session's run fits, and puts it into its execution.
 // -1: it does not fit; err has the plan by group and the nearest values that do. *planned: bytes that it
 // will take, on a CPU those of the host part included; may be NULL.

@@ -30,6 +30,7 @@ static void count_rows(struct plan_work *w, const struct plan *plan, const struc
     if (config->anchors.per == ANCHORS_PER_DOCUMENT)
         most *= in_row;
     w->rows = config->data.rows_per_step;
+    w->tokens = tokens;
     w->anchors = least(most, tokens - 1.0);
     w->block_rows = w->anchors * block;
     w->groups = ceil(w->block_rows / (double)plan->execution.group_rows);
@@ -56,6 +57,7 @@ static void count_layers(struct plan_work *w, const struct plan *plan, const str
     // In the last layer only scored rows go on.
     w->forward = 2.0 * (w->block_rows * layers * weights - (w->block_rows - w->scored) * behind);
     w->backward = 2.0 * w->forward;
+    w->scored_layers = 3.0 * 2.0 * w->scored * behind;
     w->context = 2.0 * fc + 3.0 * keys; // the features need no gradient
     double pairs = layers * w->block_rows * (w->visible + (double)s->block_size);
     double product = 2.0 * q * pairs;
@@ -81,6 +83,7 @@ static void sum(struct plan_work *w)
         *parts[i] *= (double)w->rows;
         w->flops += *parts[i];
     }
+    w->scored_layers *= (double)w->rows;
 }
 
 // Of the whole run; later epochs may have a row more or less than the first.
@@ -119,6 +122,16 @@ void plan_work(struct plan_work *w, const struct plan *plan, const struct plan_s
     w->read_bytes = (double)(w->rows * config->data.seq_len) * plan_token_bytes(subject);
     w->seconds = least_seconds(w, 1, tflops);
     w->rank_seconds = least_seconds(w, subject->ranks, tflops);
+}
+
+double plan_work_useful(const struct plan_work *w, const struct plan_counts *counts)
+{
+    double rows = (double)w->rows, anchors = counts->anchors / (rows * w->anchors),
+           scored = counts->slots / (rows * w->scored);
+    return w->context * counts->tokens / (rows * w->tokens) +
+           (w->forward + w->backward - w->scored_layers + w->attention) * anchors +
+           (w->scored_layers + w->student + w->gradient) * scored +
+           w->teacher * counts->covered / (rows * w->teachers);
 }
 
 double plan_token_bytes(const struct plan_subject *subject)

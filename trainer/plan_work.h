@@ -15,6 +15,7 @@ struct plan_documents {
 // Of one optimizer step, all rows together; every anchor drawn, every token supervised.
 struct plan_work {
     int64_t rows;      // packed rows
+    double tokens;     // of a row
     double anchors;    // of a row
     double block_rows; // N, of a row
     double groups;     // of a row
@@ -24,6 +25,7 @@ struct plan_work {
     bool guessed;      // visible: of rows that hold one document each
     // floating-point operations
     double context, forward, backward, recompute, attention, student, teacher, gradient;
+    double scored_layers; // the part of forward and backward that only scored rows go through
     double flops;
     double optimizer_bytes; // read and written by the update
     double read_bytes;      // from shards
@@ -38,6 +40,14 @@ static const double plan_bandwidth = 4.2e12; // bytes a second of its memory
 
 void plan_work(struct plan_work *work, const struct plan *plan, const struct plan_subject *subject,
                const struct config *config, const struct plan_documents *documents, double tflops);
+
+// Operations that a step of these counts, all rows together, can not do without: nothing that is computed
+// again, and no more than what was there. The counts scale the parts of `work`. covered: supervised positions
+// that some slot predicts, for the teacher's.
+struct plan_counts {
+    double tokens, anchors, slots, covered;
+};
+double plan_work_useful(const struct plan_work *work, const struct plan_counts *counts);
 
 double plan_token_bytes(const struct plan_subject *subject); // of a token in shards
 struct feature_layout plan_token_layout(const struct plan_subject *subject);

@@ -22,8 +22,8 @@ struct line {
     cJSON *object;
     const char *prefix;        // of names: "" or "val_"
     const char *group;         // of tags: "train" or "val"
+    const char *slots;         // of the tags of accuracies
     struct event_file *events; // NULL: none
-    int64_t step;
 };
 
 static void add_value(struct line *line, const char *name, double value)
@@ -40,15 +40,28 @@ static void add_whole(struct line *line, const char *name, double value)
     json_add_int(line->object, full, (int64_t)value);
 }
 
+// TensorBoard's tag of a value: group/name, the name without prefix.
+static void draw(const struct line *line, const char *group, const char *name, double value)
+{
+    if (line->events == NULL || !isfinite(value))
+        return;
+    char tag[64];
+    snprintf(tag, sizeof(tag), "%s/%s", group, name);
+    event_file_scalar(line->events, tag, value);
+}
+
 // A value that is also a curve.
 static void add_curve(struct line *line, const char *name, double value)
 {
     add_value(line, name, value);
-    if (line->events == NULL || !isfinite(value))
-        return;
-    char tag[64];
-    snprintf(tag, sizeof(tag), "%s/%s", line->group, name);
-    event_file_scalar(line->events, line->step, tag, value);
+    draw(line, line->group, name, value);
+}
+
+// A curve of what the run takes, not of what it learns.
+static void add_cost(struct line *line, const char *group, const char *name, double value)
+{
+    add_value(line, name, value);
+    draw(line, group, name, value);
 }
 
 static struct line begin_line(const struct run_folder *folder, int64_t step, int64_t epoch,
@@ -57,8 +70,10 @@ static struct line begin_line(const struct run_folder *folder, int64_t step, int
     struct line line = {.object = cJSON_CreateObject(),
                         .prefix = validation ? "val_" : "",
                         .group = validation ? "val" : "train",
-                        .events = folder->events,
-                        .step = step};
+                        .slots = validation ? "val_acc" : "acc",
+                        .events = folder->events};
+    if (line.events != NULL)
+        event_file_begin(line.events, step);
     json_add_int(line.object, "step", step);
     json_add_int(line.object, "epoch", epoch);
     return line;
@@ -71,11 +86,15 @@ static double ratio(double part, double whole)
 
 static void add_accuracies(struct line *line, const struct metrics *metrics, int64_t block_size)
 {
-    char name[16];
+    char name[32];
     snprintf(name, sizeof(name), "%sacc", line->prefix);
     cJSON *array = cJSON_AddArrayToObject(line->object, name);
-    for (int64_t k = 0; k < block_size; k++)
-        cJSON_AddItemToArray(array, json_real(metrics_accuracy(metrics, (int)k)));
+    for (int64_t k = 0; k < block_size; k++) {
+        double accuracy = metrics_accuracy(metrics, (int)k);
+        cJSON_AddItemToArray(array, json_real(accuracy));
+        snprintf(name, sizeof(name), "slot_%02lld", (long long)k);
+        draw(line, line->slots, name, accuracy);
+    }
 }
 
 // What training and validation have in common.
@@ -110,26 +129,42 @@ static void add_terms(struct line *line, const struct step_report *report)
     }
 }
 
-static void add_times(struct line *line, const struct step_report *report)
+static void add_times(struct line *line, const struct step_report *r)
 {
-    add_value(line, "seconds", report->seconds);
-    add_value(line, "wait_seconds", report->wait_seconds);
-    add_value(line, "read_seconds", report->read_seconds);
-    add_value(line, "forward_seconds", report->forward_seconds);
-    add_value(line, "loss_seconds", report->loss_seconds);
-    add_value(line, "backward_seconds", report->backward_seconds);
-    add_value(line, "optimizer_seconds", report->optimizer_seconds);
-    if (report->ranks > 1)
-        add_value(line, "exchange_seconds", report->exchange_seconds);
-    add_value(line, "save_seconds", report->save_seconds);
-    add_curve(line, "tokens_per_second", ratio(report->metrics->tokens, report->seconds));
-    add_value(line, "read_gb_per_second", 1e-9 * ratio(report->read_bytes, report->read_seconds));
-    add_whole(line, "memory_bytes", report->memory_bytes);
-    add_whole(line, "planned_bytes", report->planned_bytes);
-    if (report->spool) {
-        add_value(line, "spool_wait_seconds", report->spool_wait_seconds);
-        add_whole(line, "spool_bytes", report->spool_bytes);
-    }
+    static const char time[] = "time";
+    add_cost(line, time, "seconds", r->seconds);
+    add_cost(line, time, "wait_seconds", r->wait_seconds);
+    add_cost(line, time, "copy_seconds", r->copy_seconds);
+    add_cost(line, time, "forward_seconds", r->forward_seconds);
+    add_cost(line, time, "loss_seconds", r->loss_seconds);
+    add_cost(line, time, "backward_seconds", r->backward_seconds);
+    add_cost(line, time, "optimizer_seconds", r->optimizer_seconds);
+    if (r->ranks > 1)
+        add_cost(line, time, "exchange_seconds", r->exchange_seconds);
+    add_cost(line, time, "save_seconds", r->save_seconds);
+    add_cost(line, time, "read_seconds", r->read_seconds);
+    add_cost(line, time, "disk_seconds", r->disk_seconds);
+    if (r->spool)
+        add_cost(line, time, "spool_wait_seconds", r->spool_wait_seconds);
+}
+
+static void add_rates(struct line *line, const struct step_report *r)
+{
+    static const char speed[] = "speed";
+    double block_rows = r->metrics->anchors * (double)r->block_size;
+    add_cost(line, speed, "tokens_per_second", ratio(r->metrics->tokens, r->seconds));
+    add_cost(line, speed, "block_rows_per_second", ratio(block_rows, r->seconds));
+    add_cost(line, speed, "wait_share", ratio(r->wait_seconds + r->copy_seconds, r->seconds));
+    add_value(line, "flops", r->flops);
+    if (r->peak_flops > 0.0)
+        add_cost(line, speed, "mfu", ratio(r->flops, r->seconds * r->peak_flops));
+    add_whole(line, "read_bytes", r->read_bytes);
+    add_cost(line, speed, "read_gb_per_second", 1e-9 * ratio(r->read_bytes, r->read_seconds));
+    add_whole(line, "memory_bytes", r->memory_bytes);
+    draw(line, speed, "memory_bytes", r->memory_bytes);
+    add_whole(line, "planned_bytes", r->planned_bytes);
+    if (r->spool)
+        add_whole(line, "spool_bytes", r->spool_bytes);
 }
 
 // One write, taken back when it is not whole: lines that follow must not continue half a line.
@@ -168,7 +203,7 @@ static int end_line(struct run_folder *folder, struct line *line, struct error *
     char *text = memory_format("%s\n", body);
     int result = write_line(folder, text, err);
     if (line->events != NULL)
-        event_file_flush(line->events);
+        event_file_end(line->events);
     free(text);
     cJSON_free(body);
     cJSON_Delete(line->object);
@@ -183,35 +218,83 @@ static void format_time(char *text, size_t size, double seconds)
     snprintf(text, size, "%lld:%02lld:%02lld", s / 3600, s / 60 % 60, s % 60);
 }
 
+static void fade(double *sum, double value)
+{
+    *sum = 0.95 * *sum + value; // the last 20 steps or so
+}
+
 static void remember(struct run_folder *folder, const struct step_report *report)
 {
-    const double fading = 0.95; // the last 20 steps or so
-    folder->recent_steps = fading * folder->recent_steps + 1.0;
-    folder->recent_seconds = fading * folder->recent_seconds + report->seconds;
-    folder->recent_wait = fading * folder->recent_wait + report->wait_seconds;
-    folder->recent_tokens = fading * folder->recent_tokens + report->metrics->tokens;
+    struct recent *recent = &folder->recent;
+    fade(&recent->steps, 1.0);
+    fade(&recent->seconds, report->seconds);
+    fade(&recent->wait, report->wait_seconds);
+    fade(&recent->copy, report->copy_seconds);
+    fade(&recent->forward, report->forward_seconds);
+    fade(&recent->loss, report->loss_seconds);
+    fade(&recent->backward, report->backward_seconds);
+    fade(&recent->optimizer, report->optimizer_seconds);
+    fade(&recent->exchange, report->exchange_seconds);
+    fade(&recent->save, report->save_seconds);
+    fade(&recent->tokens, report->metrics->tokens);
+    fade(&recent->flops, report->flops);
+    folder->steps += 1.0;
+}
+
+// Of steps as they were recently, checkpoints between them, and validations as they came so far.
+static double time_left(const struct run_folder *folder, const struct step_report *report)
+{
+    const struct recent *recent = &folder->recent;
+    double step = (recent->seconds + recent->save) / recent->steps;
+    double validation = folder->validation_seconds / folder->steps;
+    return (step + validation) * (double)(report->total_steps - report->step);
+}
+
+// "  forward 24 %, loss 31 %": where the time goes, without what takes none.
+static void format_parts(const struct recent *recent, char *text, size_t size)
+{
+    const struct {
+        const char *name;
+        double seconds;
+    } parts[] = {{"data", recent->wait},         {"copy", recent->copy},
+                 {"forward", recent->forward},   {"loss", recent->loss},
+                 {"backward", recent->backward}, {"update", recent->optimizer},
+                 {"exchange", recent->exchange}, {"checkpoint", recent->save}};
+    size_t at = 0;
+    text[0] = '\0';
+    for (size_t i = 0; i < sizeof(parts) / sizeof(*parts) && at < size; i++) {
+        double percent = 100.0 * ratio(parts[i].seconds, recent->seconds);
+        if (percent >= 0.5)
+            at += (size_t)snprintf(text + at, size - at, "%s%s %.0f %%", at > 0 ? ", " : "  ",
+                                   parts[i].name, percent);
+    }
 }
 
 static void show_progress(struct run_folder *folder, const struct step_report *report,
                           int64_t every)
 {
+    const struct recent *recent = &folder->recent;
     remember(folder, report);
     bool last = report->step == report->total_steps;
     if (!folder->terminal && report->step % every != 0 && !last)
         return;
-    double per_step = folder->recent_seconds / folder->recent_steps;
-    char eta[32], text[320];
-    format_time(eta, sizeof(eta), per_step * (double)(report->total_steps - report->step));
+    char eta[32], mfu[32] = "", parts[240] = "", text[640];
+    format_time(eta, sizeof(eta), time_left(folder, report));
+    if (report->peak_flops > 0.0)
+        snprintf(mfu, sizeof(mfu), "  MFU %.1f %%",
+                 100.0 * ratio(recent->flops, recent->seconds * report->peak_flops));
+    if (!folder->terminal)
+        format_parts(recent, parts, sizeof(parts));
     // What matters first: a terminal's line is cut to its width.
     snprintf(
         text, sizeof(text),
-        "step %lld/%lld  ETA %s%s  loss %.4f  accept_len %.3f  %.0f tokens/s  data wait %.0f %%  "
-        "lr %.3g  %.2f GB",
+        "step %lld/%lld  ETA %s%s  loss %.4f  accept_len %.3f  %.0f tokens/s  data wait %.0f %%%s  "
+        "lr %.3g  %.2f GB%s",
         (long long)report->step, (long long)report->total_steps, eta,
         report->skipped ? "  (skipped)" : "", metrics_loss(report->metrics, report->normalize),
-        metrics_accept_len(report->metrics), ratio(folder->recent_tokens, folder->recent_seconds),
-        100.0 * ratio(folder->recent_wait, folder->recent_seconds), report->lr,
-        1e-9 * report->memory_bytes);
+        metrics_accept_len(report->metrics), ratio(recent->tokens, recent->seconds),
+        100.0 * ratio(recent->wait + recent->copy, recent->seconds), mfu, report->lr,
+        1e-9 * report->memory_bytes, parts);
     if (folder->terminal)
         log_status_line(text);
     else
@@ -228,10 +311,12 @@ int run_folder_step(struct run_folder *folder, const struct step_report *report,
     add_terms(&line, report);
     add_curve(&line, "lr", report->lr);
     add_curve(&line, "grad_norm", report->grad_norm);
-    add_value(&line, "clip_factor", report->clip_factor);
+    add_curve(&line, "clip_factor", report->clip_factor);
     cJSON_AddBoolToObject(line.object, "skipped", report->skipped);
     add_times(&line, report);
+    add_rates(&line, report);
     show_progress(folder, report, every);
+    wait_watch_step(&folder->watch, report);
     return end_line(folder, &line, err);
 }
 
@@ -251,6 +336,7 @@ int run_folder_validation(struct run_folder *folder, const struct validation_rep
     add_metrics(&line, report->metrics, report->normalize, report->block_size);
     add_value(&line, "seconds", report->seconds);
     cJSON_AddBoolToObject(line.object, "val_best", report->best);
+    folder->validation_seconds += report->seconds;
     log_info("validation at step %lld: accept_len_walk %.4f%s, accept_len %.4f, loss %.4f, %.1f s",
              (long long)report->step, walk, report->best ? " (best)" : "",
              metrics_accept_len(report->metrics), metrics_loss(report->metrics, report->normalize),

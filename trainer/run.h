@@ -8,6 +8,7 @@
 #include "trainer/commands.h"
 #include "trainer/run_folder.h"
 #include "trainer/run_spool.h"
+#include "trainer/run_work.h"
 #include "trainer/session.h"
 #include "trainer/validation.h"
 
@@ -38,6 +39,7 @@ struct run {
     struct validation *validation;
     struct counters counters;
     struct session_steps steps;
+    struct run_work work;
     double peak_bytes; // of device memory
     // of device memory: in use when the run began (a GPU's context, other processes), and planned
     size_t begin_bytes, planned_bytes;
@@ -45,7 +47,9 @@ struct run {
     int64_t saved_step;     // newest step handed to the writer
     uint64_t step_docs[NAMED_DOCUMENTS];
     int64_t step_doc_count;
-    double wait_seconds, read_seconds, read_bytes, save_seconds; // of the running step
+    // of the running step
+    double wait_seconds, copy_seconds, read_seconds, read_bytes, save_seconds;
+    double disk_seconds; // of the source until now
 };
 
 // From the config to a run that is ready for its first step. Every fault is a refusal (status 2)

@@ -122,9 +122,12 @@ int run_folder_start(struct run_folder *folder, const struct counters *resumed, 
     if (!tensorboard)
         return 0;
     char *path = memory_format("%s/events", folder->path);
-    int result = event_file_open(&folder->events, path, err);
-    free(path);
+    int64_t step = resumed != NULL ? resumed->step : -1;
+    int result = event_files_cut(path, step, resumed != NULL ? resumed->last_validation : -1, err);
     if (result == 0)
-        event_file_restart(folder->events, resumed != NULL ? resumed->step + 1 : 1);
+        result = event_file_open(&folder->events, path, err);
+    free(path);
+    if (result == 0) // for readers that have read what is cut now
+        event_file_restart(folder->events, step + 1);
     return result;
 }

@@ -8,6 +8,13 @@
 #include "configs/config.h"
 #include "loss/metrics.h"
 #include "trainer/model_state.h"
+#include "trainer/wait_watch.h"
+
+// Sums over recent steps, older ones fading: what rates, shares and the ETA are made from.
+struct recent {
+    double steps, seconds, wait, copy, forward, loss, backward, optimizer, exchange, save, tokens,
+        flops;
+};
 
 struct run_folder {
     char *path, *checkpoints;
@@ -16,8 +23,10 @@ struct run_folder {
     struct event_file *events; // TensorBoard; NULL: none
     bool terminal;             // stderr is one: a live line
     bool metrics_failed;       // a line was lost to a full disk; said once
-    // sums over recent steps, older ones fading: what rates and ETA are made from
-    double recent_steps, recent_seconds, recent_wait, recent_tokens;
+    struct recent recent;
+    struct wait_watch watch;
+    // since this process began; what validations add to the ETA
+    double steps, validation_seconds;
 };
 
 // Creates what is missing and takes the lock (an error names the process that holds it). Sets the log
@@ -41,11 +50,16 @@ struct step_report {
     int64_t block_size;
     double lr, grad_norm, clip_factor;
     bool skipped; // non-finite or empty: nothing changed
-    double seconds, wait_seconds, read_seconds, forward_seconds, loss_seconds, backward_seconds,
-        optimizer_seconds, save_seconds; // read_seconds: of the reader threads
-    int ranks;                           // several: exchange_seconds is said
-    double exchange_seconds;             // that the step waited for what ranks exchange
-    double read_bytes;
+    double seconds, wait_seconds, copy_seconds, forward_seconds, loss_seconds, backward_seconds,
+        optimizer_seconds, save_seconds;
+    int ranks;               // several: exchange_seconds is said
+    double exchange_seconds; // that the step waited for what ranks exchange
+    // of the reader threads of all ranks, `readers` of them; disk_seconds: the part in which files were read
+    double read_seconds, disk_seconds, read_bytes;
+    int64_t readers;
+    const char *device;   // in words: "GPU", "CPU"
+    double flops;         // of useful work
+    double peak_flops;    // a second, of all ranks' devices; 0: not known
     double memory_bytes;  // peak resident (CPU) or device memory in use
     double planned_bytes; // of device memory
     bool spool;           // features come through one:
@@ -73,8 +87,13 @@ struct event_file;
 int event_file_open(struct event_file **file, const char *directory, struct error *err);
 // Tells readers to forget what earlier files hold of `step` and later steps (after a resume).
 void event_file_restart(struct event_file *file, int64_t step);
-void event_file_scalar(struct event_file *file, int64_t step, const char *tag, double value);
-void event_file_flush(struct event_file *file);
+// Scalars of a step: begin, each of them, end, which writes them.
+void event_file_begin(struct event_file *file, int64_t step);
+void event_file_scalar(struct event_file *file, const char *tag, double value);
+void event_file_end(struct event_file *file);
 void event_file_close(struct event_file *file);
+// Cuts what the files of a folder tell of later steps than `step`, of validations later than `validation`, and
+// half a record at their end. -1 for both: all of it.
+int event_files_cut(const char *directory, int64_t step, int64_t validation, struct error *err);
 
 #endif

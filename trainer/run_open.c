@@ -247,6 +247,8 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
         load_state(run, resume, status, err) != 0 || run_check_bad_fraction(run, err) != 0)
         return -1;
     session_count_steps(session, &run->steps);
+    if (run_work_open(&run->work, session, err) != 0)
+        return -1;
     compare_schedule(run, resume);
     if (open_source(run, err) != 0)
         return -1;

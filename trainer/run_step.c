@@ -33,6 +33,14 @@ static void remember_documents(struct run *run, const struct row *row)
             run->step_docs[run->step_doc_count] = row->doc_ids[d];
 }
 
+// A copy that the step itself makes is time that it does not compute.
+static void stage_row(struct run *run, struct row *row)
+{
+    double start = timer_now();
+    step_stage_row(&run->step, row);
+    run->copy_seconds += timer_now() - start;
+}
+
 // The next row, whose features are on their way. Returns as prefetch_next does.
 static int take_row(struct run *run, struct row **row, struct error *err)
 {
@@ -45,7 +53,7 @@ static int take_row(struct run *run, struct row **row, struct error *err)
     int got = prefetch_next(run->prefetch, row, &wait, err);
     run->wait_seconds += wait;
     if (got == 1)
-        step_stage_row(&run->step, *row);
+        stage_row(run, *row);
     return got;
 }
 
@@ -53,7 +61,7 @@ static int take_row(struct run *run, struct row **row, struct error *err)
 static int run_rows(struct run *run, int64_t rows, struct error *err)
 {
     step_begin(&run->step);
-    run->wait_seconds = run->read_seconds = run->read_bytes = 0.0;
+    run->wait_seconds = run->copy_seconds = run->read_seconds = run->read_bytes = 0.0;
     run->step_doc_count = 0;
     if (run_stop(run) ||
         (run->spool != NULL && run_spool_await_step(run->spool, &run->wait_seconds)))
@@ -68,7 +76,7 @@ static int run_rows(struct run *run, int64_t rows, struct error *err)
         if (got == 0)
             BUG("the data ended before step %lld", (long long)run->counters.step + 1);
         if (prefetch_try_next(run->prefetch, &run->next_row))
-            step_stage_row(&run->step, run->next_row);
+            stage_row(run, run->next_row);
         run->read_seconds += row->read_seconds;
         run->read_bytes += (double)row->read_bytes;
         remember_documents(run, row);
@@ -107,6 +115,7 @@ static int report_step(struct run *run, const struct step_outcome *outcome, int6
     for (int term = 0; term < LOSS_TERM_COUNT; term++)
         weights[term] = (double)run->step.loss.weight[term];
     const double *part = run->step.clock.seconds;
+    bool on_cpu = strcmp(run->session.execution.device, "cpu") == 0;
     if (session_rank(&run->session) != 0)
         return 0;
     struct step_report report = {.step = run->counters.step,
@@ -122,7 +131,9 @@ static int report_step(struct run *run, const struct step_outcome *outcome, int6
                                  .skipped = !outcome->applied,
                                  .seconds = seconds,
                                  .wait_seconds = step_word_max(&run->step, WORD_WAIT),
+                                 .copy_seconds = part[STEP_COPY] + run->copy_seconds,
                                  .read_seconds = step_word_sum(&run->step, WORD_READ_TIME),
+                                 .disk_seconds = step_word_sum(&run->step, WORD_DISK_TIME),
                                  .forward_seconds = part[STEP_FORWARD],
                                  .loss_seconds = part[STEP_LOSS],
                                  .backward_seconds = part[STEP_BACKWARD],
@@ -131,6 +142,10 @@ static int report_step(struct run *run, const struct step_outcome *outcome, int6
                                  .ranks = session_ranks(&run->session),
                                  .save_seconds = run->save_seconds,
                                  .read_bytes = step_word_sum(&run->step, WORD_READ_BYTES),
+                                 .readers = run->config.data.readers * session_ranks(&run->session),
+                                 .device = on_cpu ? "CPU" : "GPU",
+                                 .flops = run_work_done(&run->work, &run->step.metrics),
+                                 .peak_flops = run->work.peak_flops,
                                  .memory_bytes = run_peak_memory(run),
                                  .planned_bytes = (double)run->planned_bytes,
                                  .spool = run->spool != NULL};
@@ -146,10 +161,14 @@ static int report_step(struct run *run, const struct step_outcome *outcome, int6
 static void tell(struct run *run, int stopped)
 {
     double *word = run->step.exchange.word;
+    struct source *source = run->spool != NULL ? run_spool_source(run->spool) : run->source;
+    double disk = source_disk_seconds(source);
     word[WORD_STOPPED] = stopped;
     word[WORD_WAIT] = run->wait_seconds;
     word[WORD_READ_TIME] = run->read_seconds;
     word[WORD_READ_BYTES] = run->read_bytes;
+    word[WORD_DISK_TIME] = disk - run->disk_seconds;
+    run->disk_seconds = disk;
     run_tell_saving(run);
 }
 

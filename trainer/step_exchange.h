@@ -15,6 +15,7 @@ enum step_word {
     WORD_WAIT,      // seconds that the step waited for rows
     WORD_READ_TIME,  // seconds of reader threads
     WORD_READ_BYTES, // of shards
+    WORD_DISK_TIME,  // seconds of reader threads in which files were read
     WORD_SAVING,     // enum checkpoint_phase
     STEP_WORDS
 };

@@ -243,11 +243,26 @@ cJSON *program_metrics(const char *run)
 
 cJSON *program_steady_metrics(const char *run)
 {
-    static const char *const unsteady[] = {
-        "seconds",      "wait_seconds",       "read_seconds",      "forward_seconds",
-        "loss_seconds", "backward_seconds",   "optimizer_seconds", "exchange_seconds",
-        "save_seconds", "val_seconds",        "tokens_per_second", "read_gb_per_second",
-        "memory_bytes", "spool_wait_seconds", "spool_bytes"};
+    static const char *const unsteady[] = {"seconds",
+                                           "wait_seconds",
+                                           "read_seconds",
+                                           "forward_seconds",
+                                           "loss_seconds",
+                                           "backward_seconds",
+                                           "optimizer_seconds",
+                                           "exchange_seconds",
+                                           "save_seconds",
+                                           "val_seconds",
+                                           "tokens_per_second",
+                                           "read_gb_per_second",
+                                           "memory_bytes",
+                                           "spool_wait_seconds",
+                                           "spool_bytes",
+                                           "copy_seconds",
+                                           "disk_seconds",
+                                           "wait_share",
+                                           "mfu",
+                                           "block_rows_per_second"};
     cJSON *metrics = program_metrics(run), *line;
     cJSON_ArrayForEach(line, metrics)
     {
