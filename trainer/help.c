@@ -1,114 +1,171 @@
-// Owns the texts of --help.
+// Owns the layout of --help. Its words are the table's.
 #include "trainer/help.h"
 
+#include <stdlib.h>
 #include <string.h>
 
-struct help {
-    const char *command, *usage, *text;
+#include "base/log.h"
+#include "base/memory.h"
+
+enum { WIDTH = 80, OPTION_COLUMN = 23 };
+
+const struct help_status help_statuses[4] = {
+    {EXIT_DONE, "done"},
+    {EXIT_FAILED, "the run failed, or a check found faults"},
+    {EXIT_REFUSED, "usage, config or data were refused before the first step"},
+    {EXIT_STOPPED, "stopped by a signal, with a checkpoint that resumes"},
 };
 
-static const struct help helps[] = {
-    {"train", "dtrain --config FILE [--set KEY=VALUE]... [--resume auto|none|DIR] [--replan]",
-     "Trains a drafter. Continues from the newest complete checkpoint of run.dir by itself.\n"
-     "  --config FILE      YAML; `dtrain config` lists every key\n"
-     "  --set KEY=VALUE    overrides a key; the section may be left out where the key is unique\n"
-     "  --resume auto      (default) the newest complete checkpoint, or the beginning\n"
-     "  --resume none      the beginning; refused when run.dir holds checkpoints\n"
-     "  --resume DIR       this checkpoint\n"
-     "  --replan           continue although the machine or the execution differs\n"},
-    {"eval",
-     "dtrain eval --config FILE --checkpoint DIR [--served] [--rows N] [--blocks FILE] [--set ...]",
-     "Acceptance of a checkpoint on the validation shards (data.val): accept_len_walk is the mean\n"
-     "number of tokens a decoder would take per step.\n"
-     "  --served           weights rounded to bf16, as exports hold them\n"
-     "  --rows N           packed rows to score (default: all)\n"
-     "  --blocks FILE      one JSON line a visited block: doc_id, anchor, accepted\n"},
-    {"trace", "dtrain trace --config FILE --out FILE.safetensors [--checkpoint DIR] [--set ...]",
-     "Runs one training step and writes everything needed to compute it again elsewhere.\n"
-     "  --checkpoint DIR   the step that follows this checkpoint (default: the first step)\n"},
-    {"plan",
-     "dtrain plan --config FILE [--set ...] [--json] [--device-memory 96GiB] [--gpus N] [--fit "
-     "[--vary KEYS]]",
-     "Memory that a run takes on the device and on the host, by group of tensors, before anything "
-     "is\n"
-     "allocated; operations, bytes read and disk. Needs no GPU, no shards and no weights of the\n"
-     "target. Exit status 1 when it does not fit.\n"
-     "  --device-memory N  memory of one GPU, as 96GiB (default: that of the GPU here);\n"
-     "                     memory.limit counts when it is less\n"
-     "  --gpus N           judge N ranks, an outlook: training uses one GPU (default: 1)\n"
-     "  --fit              the largest values of keys that fit\n"
-     "  --vary KEYS        of which keys, as seq_len,layers (default: seq_len, layers, "
-     "group_rows)\n"
-     "  --json             everything as one JSON object, every tensor with its bytes\n"
-     "  --target-config F  the target's config.json, where target.path is not there\n"
-     "  --tflops N         rate for the least time of a step (default: 700, an H200)\n"},
-    {"sweep",
-     "dtrain sweep --config FILE --grid KEY=V1,V2,... [--grid ...] [--set ...] [--equal WHAT] "
-     "[--parallel N] [--plan-only] | --show DIR",
-     "Trains with every combination of the values and compares them. Each point is an ordinary run "
-     "in a\n"
-     "folder of its own below run.dir. All points are planned first; those that do not fit are "
-     "left "
-     "out.\n"
-     "The same command goes on with a sweep that was interrupted. Exit status 1 when a point "
-     "failed "
-     "or\n"
-     "does not fit. The table is printed, and is in run.dir as table.txt, table.csv and "
-     "table.json.\n"
-     "  --grid KEY=VALUES  values of a config key, as block_size=8,16; a list in brackets\n"
-     "  --equal steps      (default) all points take the same number of steps\n"
-     "  --equal anchors    the same number of anchors; block_rows: of anchors times block_size\n"
-     "  --equal time=N     about N seconds of steps each, after their time has been measured\n"
-     "  --equal none       what each point's config says\n"
-     "  --parallel N       points at a time, GPUs or CPU threads divided between them (default: "
-     "1)\n"
-     "  --plan-only        print which points fit, start none\n"
-     "  --device-memory N  as of plan\n"
-     "  --show DIR         the table as it stands, of a sweep that may be running\n"},
-    {"export",
-     "dtrain export --checkpoint DIR --format zlab|specforge|speculators --out DIR [--target DIR] "
-     "[--allow-unservable[=NAMES]]",
-     "Writes a servable drafter (bf16 model.safetensors and config.json).\n"
-     "  --format zlab      read by SGLang, vLLM and z-lab's code; specforge: the same layout\n"
-     "  --format speculators  read by vLLM and speculators: holds the target's embedding and head\n"
-     "  --target DIR       where the target is now (speculators; default: the run's target.path)\n"
-     "  --allow-unservable write it although servers do not run it as trained; =NAMES: only as "
-     "far\n"
-     "                     as these go, of sliding_window_non_causal,window_origin,layer_types\n"},
-    {"data check", "dtrain data check [--target DIR] [--no-verdicts] FILE...",
-     "Every fault of feature shards by file, document and row; exit status 1 if there is any.\n"
-     "Verdicts go to FILE.verdict.json, which training uses to leave bad documents out.\n"
-     "  --target DIR       also recompute the teacher on a sample of positions\n"
-     "  --no-verdicts      do not write verdict files\n"},
-    {"data stats", "dtrain data stats FILE...",
-     "Documents, tokens, supervised share, lengths and bytes of feature shards.\n"},
-    {"data order", "dtrain data order --config FILE [--set ...] [--from-step N]",
-     "The order in which training reads its documents: lines of serial number, epoch, step, "
-     "doc_id\n"
-     "and tokens, after lines that begin with # and say what an extractor needs to know.\n"
-     "  --from-step N      begins with the first document of step N\n"},
-    {"data manifest", "dtrain data manifest --out FILE SHARD...",
-     "Writes the manifest of the documents of feature shards: everything but their features.\n"},
-    {"config", "dtrain config [--markdown]",
-     "Every config key: type, default, range, meaning, and whether it may change on resume.\n"},
-};
-
-static void print_overview(FILE *out)
+// Words of the text, broken into lines that begin at `indent`; the first one begins at `column`. An empty line
+// stays one.
+static void print_wrapped(FILE *out, const char *text, int column, int indent)
 {
-    fprintf(out, "dtrain trains drafters for speculative decoding from hidden states.\n\n");
-    for (size_t i = 0; i < sizeof(helps) / sizeof(helps[0]); i++)
-        fprintf(out, "    %s\n", helps[i].usage);
-    fprintf(out,
-            "\n    dtrain COMMAND --help\n    dtrain --version\n\n"
-            "Exit status: 0 done; 1 the run failed; 2 usage, config or data refused before the\n"
-            "first step; 75 stopped by a signal with a checkpoint that resumes.\n\n");
+    bool first = true;
+    while (*text != '\0') {
+        if (*text == '\n') {
+            fprintf(out, "\n\n%*s", indent, "");
+            text += strspn(text, "\n");
+            column = indent;
+            first = true;
+            continue;
+        }
+        int length = (int)strcspn(text, " \n");
+        if (!first && column + 1 + length > WIDTH) {
+            fprintf(out, "\n%*s", indent, "");
+            column = indent;
+            first = true;
+        }
+        fprintf(out, "%s%.*s", first ? "" : " ", length, text);
+        column += length + (first ? 0 : 1);
+        first = false;
+        text += length;
+        text += strspn(text, " ");
+    }
+    fputc('\n', out);
 }
 
-void help_print(FILE *out, const char *command, bool overview)
+char *help_option(const struct command_option *option)
 {
-    if (overview)
-        print_overview(out);
-    for (size_t i = 0; i < sizeof(helps) / sizeof(helps[0]); i++)
-        if (strcmp(helps[i].command, command) == 0)
-            fprintf(out, "%s%s\n\n%s", overview ? "" : "usage: ", helps[i].usage, helps[i].text);
+    const char *value = option_value(option);
+    if (value == NULL)
+        return memory_format("--%s", option->name);
+    if (option_row_of(option->name)->kind == OPTION_PERHAPS)
+        return memory_format("--%s[=%s]", option->name, value);
+    return memory_format("--%s %s", option->name, value);
+}
+
+char *help_usage(const struct command *command)
+{
+    bool is_default = command == command_default();
+    char *usage =
+        memory_format("dtrain %s%s%s", is_default ? "[" : "", command->name, is_default ? "]" : "");
+    for (size_t i = 0; i < command->option_count; i++) {
+        const struct command_option *option = &command->options[i];
+        bool again = option_row_of(option->name)->kind == OPTION_TEXTS;
+        char *before = usage, *words = help_option(option);
+        usage = memory_format(option->required ? "%s %s"
+                              : again          ? "%s [%s]..."
+                                               : "%s [%s]",
+                              before, words);
+        free(before);
+        free(words);
+    }
+    if (command->operand != NULL) {
+        char *before = usage;
+        usage = memory_format("%s %s%s", before, command->operand, command->operands ? "..." : "");
+        free(before);
+    }
+    return usage;
+}
+
+// The usage breaks between options, not inside one.
+static void print_usage(FILE *out, const struct command *command)
+{
+    const int indent = 8;
+    char *usage = help_usage(command);
+    int column = fprintf(out, "usage: ");
+    bool first = true;
+    for (char *at = usage, *next; at != NULL; at = next) {
+        next = strstr(at, " [-");
+        char *need = strstr(at, " --");
+        if (next == NULL || (need != NULL && need < next))
+            next = need;
+        if (next != NULL)
+            *next++ = '\0';
+        int length = (int)strlen(at);
+        if (!first && column + 1 + length > WIDTH) {
+            fprintf(out, "\n%*s", indent, "");
+            column = indent;
+        } else if (!first) {
+            fputc(' ', out);
+            column++;
+        }
+        fputs(at, out);
+        column += length;
+        first = false;
+    }
+    fputc('\n', out);
+    free(usage);
+}
+
+static void print_option(FILE *out, const struct command_option *option)
+{
+    char *words = help_option(option);
+    int column = fprintf(out, "  %s", words);
+    if (column + 2 > OPTION_COLUMN) {
+        fputc('\n', out);
+        column = 0;
+    }
+    fprintf(out, "%*s", OPTION_COLUMN - column, "");
+    print_wrapped(out, option_help(option), OPTION_COLUMN, OPTION_COLUMN);
+    free(words);
+}
+
+static void print_body(FILE *out, const struct command *command)
+{
+    print_wrapped(out, command->text, 0, 0);
+    if (command->option_count > 0)
+        fputc('\n', out);
+    for (size_t i = 0; i < command->option_count; i++)
+        print_option(out, &command->options[i]);
+}
+
+void help_print_command(FILE *out, const struct command *command)
+{
+    print_usage(out, command);
+    fputc('\n', out);
+    print_body(out, command);
+}
+
+void help_print_group(FILE *out, const char *group)
+{
+    char of[COMMAND_GROUP_BYTES];
+    bool first = true;
+    for (size_t i = 0; i < command_count; i++) {
+        if (!command_group(&command_table[i], of) || strcmp(of, group) != 0)
+            continue;
+        if (!first)
+            fputc('\n', out);
+        help_print_command(out, &command_table[i]);
+        first = false;
+    }
+}
+
+void help_print(FILE *out)
+{
+    const int column = 18;
+    fputs("dtrain trains drafters for speculative decoding from hidden states.\n\nCommands:\n",
+          out);
+    for (size_t i = 0; i < command_count; i++) {
+        fprintf(out, "  %-*s", column - 2, command_table[i].name);
+        print_wrapped(out, command_table[i].summary, column, column);
+    }
+    fputs("\n`dtrain COMMAND --help` says what a command takes, `dtrain --version` which program "
+          "this "
+          "is.\n\nExit status:\n",
+          out);
+    for (size_t i = 0; i < sizeof(help_statuses) / sizeof(*help_statuses); i++)
+        fprintf(out, "  %-*d%s\n", column - 2, help_statuses[i].status, help_statuses[i].meaning);
+    fputs("\n", out);
+    help_print_command(out, command_default());
 }

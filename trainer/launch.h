@@ -22,8 +22,8 @@ struct launch {
 // Returns their common exit status, 1 where they have none.
 int launch_run(const struct launch *launch);
 
-// Training on several GPUs of this machine without a launcher: starts this program again for each and returns
-// the exit status. -1: this process trains itself (what is wrong with the config is then found again, and said).
-int launch_train(const struct options *options);
+// The command `train`: on several GPUs of this machine, without a launcher, it starts this program again for each;
+// else this process trains.
+int command_launch(const struct options *options);
 
 #endif

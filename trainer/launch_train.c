@@ -68,7 +68,8 @@ static bool several_possible(const struct config *config)
            place.launcher == LAUNCHER_NONE;
 }
 
-int launch_train(const struct options *options)
+// -1: this process trains itself (what is wrong with the config is then found again, and said).
+static int launch_train(const struct options *options)
 {
     struct config config;
     struct error err = {0};
@@ -94,4 +95,15 @@ int launch_train(const struct options *options)
 out:
     config_release(&config);
     return status;
+}
+
+int command_launch(const struct options *options)
+{
+    struct rank_place place;
+    struct error err = {0};
+    if (rank_place_read(&place, rank_variable, NULL, &err) ==
+        0) // else ranks_open says what is wrong
+        log_configure(LOG_INFO, place.rank);
+    int status = launch_train(options);
+    return status >= 0 ? status : command_train(options);
 }
