@@ -270,5 +270,9 @@ int command_line_read(struct command_line *line, int argc, char **argv, struct e
 
 void command_line_release(struct command_line *line)
 {
-    free(line->options.sets);
+    for (size_t i = 0; line->command != NULL && i < line->command->option_count; i++) {
+        const struct option_row *row = option_row_of(line->command->options[i].name);
+        if (row->kind == OPTION_TEXTS)
+            free(*(const char ***)((char *)&line->options + row->value_at));
+    }
 }

@@ -48,6 +48,11 @@ static const struct option_row option_rows[] = {
      .kind = OPTION_TEXT,
      .value_at = FIELD(device_memory),
      .value = "BYTES"},
+    {.name = "equal",
+     .kind = OPTION_TEXT,
+     .value_at = FIELD(equal),
+     .value = "WHAT",
+     .choices = "steps\0anchors\0block_rows\0time=\0none\0"},
     {.name = "fit", .kind = OPTION_FLAG, .value_at = FIELD(fit)},
     {.name = "format",
      .kind = OPTION_TEXT,
@@ -60,6 +65,12 @@ static const struct option_row option_rows[] = {
      .value = "N",
      .least = 1},
     {.name = "gpus", .kind = OPTION_TEXT, .value_at = FIELD(gpus), .value = "N"},
+    {.name = "grid",
+     .kind = OPTION_TEXTS,
+     .value_at = FIELD(grids),
+     .count_at = FIELD(grid_count),
+     .value = "KEY=V1,V2,...",
+     .completes = VALUE_SETTING},
     {.name = "help", .kind = OPTION_ASK, .help = "this text"},
     {.name = "json", .kind = OPTION_FLAG, .value_at = FIELD(json)},
     {.name = "markdown", .kind = OPTION_FLAG, .value_at = FIELD(markdown)},
@@ -70,6 +81,12 @@ static const struct option_row option_rows[] = {
      .value = "FILE",
      .completes = VALUE_FILE,
      .help = "the file to write"},
+    {.name = "parallel",
+     .kind = OPTION_COUNT,
+     .value_at = FIELD(parallel),
+     .value = "N",
+     .least = 1},
+    {.name = "plan-only", .kind = OPTION_FLAG, .value_at = FIELD(plan_only)},
     {.name = "replan", .kind = OPTION_FLAG, .value_at = FIELD(replan)},
     {.name = "resume",
      .kind = OPTION_TEXT,
@@ -86,6 +103,11 @@ static const struct option_row option_rows[] = {
      .value = "KEY=VALUE",
      .completes = VALUE_SETTING,
      .help = "overrides a key of the config; the section may be left out where the key is unique"},
+    {.name = "show",
+     .kind = OPTION_TEXT,
+     .value_at = FIELD(show),
+     .value = "DIR",
+     .completes = VALUE_FOLDER},
     {.name = "target",
      .kind = OPTION_TEXT,
      .value_at = FIELD(target),
@@ -142,6 +164,23 @@ static const struct command_option plan_options[] = {
     MAY("json", "everything as one JSON object, every tensor with its bytes"),
     MAY("target-config", "the target's config.json, where target.path is not there"),
     MAY("tflops", "rate for the least time of a step (default: 700, an H200)"),
+};
+
+static const struct command_option sweep_options[] = {
+    MAY("config",
+        "the YAML that all points have in common; its run.dir is the folder of the sweep"),
+    MAY("grid",
+        "values of a key of the config, as block_size=8,16; a value that is a list stands in "
+        "brackets. Several --grid: every combination"),
+    MAY("set", NULL),
+    MAY("equal", "what is the same at all points: `steps` (the default); `anchors`; `block_rows`, "
+                 "anchors times block_size; `time=SECONDS` of steps, about, as measured before; "
+                 "`none`: what each point's config says"),
+    MAY("parallel", "points at a time, GPUs or CPU threads divided between them (default: 1)"),
+    MAY("plan-only", "print which points fit, and start none"),
+    MAY("device-memory", "memory of one GPU, as 96GiB (default: that of the GPU here)"),
+    MAY("show", "print the table as it stands, of a sweep that may be running; nothing else is "
+                "needed"),
 };
 
 static const struct command_option export_options[] = {
@@ -206,6 +245,17 @@ const struct command command_table[] = {
              "anything is allocated; operations, bytes read and disk. Needs no GPU, no shards and "
              "no weights of the target. Exit status 1 when it does not fit.",
      OPTIONS(plan_options)},
+    {.name = "sweep",
+     .run = command_sweep,
+     .summary = "trains every combination of some keys' values and compares them",
+     .text =
+         "Trains with every combination of the values of --grid and compares them. All points "
+         "are planned first, and those that do not fit are left out. Each is an ordinary run in "
+         "a folder of its own below run.dir. The same command goes on with a sweep that was "
+         "interrupted.\n\n"
+         "The table is printed and written to table.txt, table.csv and table.json. Exit status "
+         "1 when a point failed or does not fit.",
+     OPTIONS(sweep_options)},
     {.name = "export",
      .run = command_export,
      .summary = "a checkpoint as a drafter that servers read",
