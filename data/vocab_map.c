@@ -3,13 +3,13 @@
 
 #include <errno.h>
 #include <inttypes.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "base/memory.h"
+#include "base/rng.h"
 #include "data/safetensors.h"
 
 int vocab_map_count(const struct documents *documents, int64_t *counts, struct error *err)
@@ -54,14 +54,22 @@ static void alloc_tables(struct vocab_map *map, int64_t vocab_size, int64_t draf
     map->d2t = memory_alloc((size_t)draft_size, sizeof(*map->d2t));
     map->t2d = memory_alloc((size_t)vocab_size, sizeof(*map->t2d));
     map->draft_ids = memory_alloc((size_t)vocab_size, sizeof(*map->draft_ids));
+    map->ids = memory_alloc((size_t)vocab_size, sizeof(*map->ids));
 }
 
-// draft_ids from t2d. Returns how many tokens are kept.
+// draft_ids and ids from t2d. Returns how many tokens are kept.
 static int64_t number_kept(struct vocab_map *map)
 {
-    int64_t kept = 0;
+    int64_t kept = 0, other;
+    for (int64_t v = 0; v < map->vocab_size; v++) {
+        map->draft_ids[v] = map->t2d[v] ? (int32_t)kept : -1;
+        if (map->t2d[v])
+            map->ids[kept++] = (int32_t)v;
+    }
+    other = kept;
     for (int64_t v = 0; v < map->vocab_size; v++)
-        map->draft_ids[v] = map->t2d[v] ? (int32_t)kept++ : -1;
+        if (!map->t2d[v])
+            map->ids[other++] = (int32_t)v;
     return kept;
 }
 
@@ -93,11 +101,38 @@ int vocab_map_make(struct vocab_map *map, const int64_t *counts, int64_t vocab_s
     return 0;
 }
 
+static int descending(const void *a, const void *b)
+{
+    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+    return (x < y) - (x > y);
+}
+
+int64_t vocab_map_coverages(const int64_t *counts, int64_t vocab_size, const int64_t *sizes,
+                            int64_t size_count, double *coverages)
+{
+    int64_t *sorted = memory_alloc((size_t)vocab_size, sizeof(*sorted));
+    int64_t all = 0, covered = 0, seen = 0, at = 0;
+    memcpy(sorted, counts, (size_t)vocab_size * sizeof(*sorted));
+    qsort(sorted, (size_t)vocab_size, sizeof(*sorted), descending);
+    for (int64_t v = 0; v < vocab_size; v++) {
+        all += sorted[v];
+        seen += sorted[v] > 0;
+    }
+    for (int64_t i = 0; i < size_count; i++) {
+        for (; at < sizes[i]; at++)
+            covered += sorted[at];
+        coverages[i] = all > 0 ? (double)covered / (double)all : 0.0;
+    }
+    free(sorted);
+    return seen;
+}
+
 void vocab_map_release(struct vocab_map *map)
 {
     free(map->d2t);
     free(map->t2d);
     free(map->draft_ids);
+    free(map->ids);
     free(map->target_model);
     *map = (struct vocab_map){0};
 }
@@ -151,19 +186,22 @@ int vocab_map_write(const struct vocab_map *map, const struct documents *documen
 
 // Whether the map was made for these documents: target, vocabulary and data.
 static int check_origin(const struct vocab_map *map, const struct documents *documents,
-                        const char *path, struct error *err)
+                        bool counted, const char *path, struct error *err)
 {
+    static const char again[] = "make one with: dtrain vocab --size N --out FILE SHARD...";
     if (map->vocab_size != documents->vocab_size)
-        return error_set(err, "%s: t2d has %lld tokens, the vocabulary of the shards has %lld",
-                         path, (long long)map->vocab_size, (long long)documents->vocab_size);
+        return error_set(
+            err, "%s: made for a vocabulary of %lld tokens, that of the shards has %lld; %s", path,
+            (long long)map->vocab_size, (long long)documents->vocab_size, again);
     if (strcmp(map->target_model, documents->target_model) != 0)
-        return error_set(err, "%s: made for target %s, the shards are of %s", path,
-                         map->target_model, documents->target_model);
-    if (map->fingerprint != documents->fingerprint)
+        return error_set(err, "%s: made for target %s, the shards are of %s; %s", path,
+                         map->target_model, documents->target_model, again);
+    if (counted && map->fingerprint != documents->fingerprint)
         return error_set(err,
-                         "%s: made from other data: fingerprint %016" PRIx64
-                         ", the shards have %016" PRIx64,
-                         path, map->fingerprint, documents->fingerprint);
+                         "%s: made from other data than is trained on (other documents, tokens, "
+                         "masks or names of files): its fingerprint is %016" PRIx64
+                         ", that of the data is %016" PRIx64 "; %s",
+                         path, map->fingerprint, documents->fingerprint, again);
     return 0;
 }
 
@@ -204,8 +242,8 @@ static int read_metadata(struct vocab_map *map, const struct safetensors *file, 
     return 0;
 }
 
-int vocab_map_read(struct vocab_map *map, const struct documents *documents, const char *path,
-                   struct error *err)
+int vocab_map_read(struct vocab_map *map, const struct documents *documents, bool counted,
+                   const char *path, struct error *err)
 {
     static const int64_t any = -1;
     struct safetensors file;
@@ -225,9 +263,17 @@ int vocab_map_read(struct vocab_map *map, const struct documents *documents, con
     if (result == 0)
         result = check_tables(map, path, err);
     if (result == 0)
-        result = check_origin(map, documents, path, err);
+        result = check_origin(map, documents, counted, path, err);
     if (result != 0)
         vocab_map_release(map);
     safetensors_close(&file);
     return result;
+}
+
+uint64_t vocab_map_hash(const struct vocab_map *map)
+{
+    uint64_t hash = rng_mix((uint64_t)map->vocab_size, (uint64_t)map->draft_size);
+    for (int64_t i = 0; i < map->draft_size; i++)
+        hash = rng_mix(hash, (uint64_t)map->ids[i]);
+    return hash;
 }

@@ -3,6 +3,7 @@
 #ifndef DATA_VOCAB_MAP_H
 #define DATA_VOCAB_MAP_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "base/error.h"
@@ -14,6 +15,7 @@ struct vocab_map {
     int64_t *d2t;         // [Vd] offsets: target id = draft id + d2t[draft id]
     uint8_t *t2d;         // [V] 1: kept
     int32_t *draft_ids;   // [V] draft id of a target id, -1: outside
+    int32_t *ids;         // [V] the kept ids ascending, then the others ascending
     double coverage;      // share of the supervised tokens that are kept
     uint64_t fingerprint; // of the documents that were counted
     char *target_model;
@@ -33,11 +35,19 @@ static inline int32_t vocab_map_draft(const struct vocab_map *map, int32_t targe
     return map->draft_ids[target];
 }
 
+// Share of counts [V] that the sizes[i] most frequent tokens have, each size at most V; sizes ascend.
+// Returns how many distinct tokens were seen.
+int64_t vocab_map_coverages(const int64_t *counts, int64_t vocab_size, const int64_t *sizes,
+                            int64_t size_count, double *coverages);
+
 // Temporary name, fsync, rename. documents: what was counted.
 int vocab_map_write(const struct vocab_map *map, const struct documents *documents,
                     const char *path, struct error *err);
-// Refuses tables that contradict each other and a map of another target, vocabulary or data.
-int vocab_map_read(struct vocab_map *map, const struct documents *documents, const char *path,
-                   struct error *err);
+// Refuses tables that contradict each other and a map of another target, vocabulary or, where the
+// documents are what it is to have been counted from, of other data.
+int vocab_map_read(struct vocab_map *map, const struct documents *documents, bool counted,
+                   const char *path, struct error *err);
+// Differs between maps that keep different tokens.
+uint64_t vocab_map_hash(const struct vocab_map *map);
 
 #endif

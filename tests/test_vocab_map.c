@@ -136,9 +136,10 @@ static void must_refuse(const struct place *place, const char *target, int64_t v
     struct vocab_map map;
     struct error err = {""};
     open_data(place, "other.h5", target, vocab_size, 8, ids, mask_a, &documents);
-    assert_int_equal(vocab_map_read(&map, &documents, place->map_path, &err), -1);
+    assert_int_equal(vocab_map_read(&map, &documents, true, place->map_path, &err), -1);
     if (strstr(err.text, words) == NULL || strstr(err.text, place->map_path) == NULL)
         fail_msg("\"%s\" is expected, the error is: %s", words, err.text);
+    assert_non_null(strstr(err.text, "dtrain vocab --size")); // what to do
     documents_close(&documents);
 }
 
@@ -154,7 +155,7 @@ static void maps_of_other_data_are_refused(void **state)
     assert_int_equal(vocab_map_count(&documents, counts, &err), 0);
     make(&map, counts, 4);
     assert_int_equal(vocab_map_write(&map, &documents, place->map_path, &err), 0);
-    if (vocab_map_read(&again, &documents, place->map_path, &err) != 0)
+    if (vocab_map_read(&again, &documents, true, place->map_path, &err) != 0)
         fail_msg("%s", err.text);
     assert_int_equal(again.draft_size, 4);
     assert_memory_equal(again.d2t, map.d2t, 4 * sizeof(*map.d2t));
@@ -163,9 +164,46 @@ static void maps_of_other_data_are_refused(void **state)
     vocab_map_release(&again);
     documents_close(&documents);
     must_refuse(place, "t", VOCAB, other_ids, "made from other data");
-    must_refuse(place, "t", VOCAB + 1, ids_a, "t2d has 10 tokens");
+    must_refuse(place, "t", VOCAB + 1, ids_a,
+                "made for a vocabulary of 10 tokens, that of the shards has 11");
     must_refuse(place, "u", VOCAB, ids_a, "made for target t, the shards are of u");
+    // Scored documents are others than those that were counted, but of the same target.
+    open_data(place, "scored.h5", "t", VOCAB, 8, other_ids, mask_a, &documents);
+    assert_int_equal(vocab_map_read(&again, &documents, false, place->map_path, &err), 0);
+    vocab_map_release(&again);
+    documents_close(&documents);
     vocab_map_release(&map);
+}
+
+// The order of the head's rows: kept ids ascending, then the others ascending.
+static void the_heads_order_follows_from_the_map(void **state)
+{
+    static const int64_t counts[VOCAB] = {4, 0, 9, 2, 0, 0, 0, 3, 0, 0};
+    static const int32_t order[VOCAB] = {0, 2, 3, 7, 1, 4, 5, 6, 8, 9};
+    struct vocab_map map, other;
+    (void)state;
+    make(&map, counts, 4);
+    assert_memory_equal(map.ids, order, sizeof(order));
+    make(&other, counts, 3);
+    assert_true(vocab_map_hash(&map) != vocab_map_hash(&other));
+    vocab_map_release(&other);
+    make(&other, counts, 4);
+    assert_true(vocab_map_hash(&map) == vocab_map_hash(&other));
+    vocab_map_release(&other);
+    vocab_map_release(&map);
+}
+
+static void coverages_of_sizes(void **state)
+{
+    static const int64_t counts[VOCAB] = {4, 0, 9, 2, 0, 1, 0, 4, 0, 0}, sizes[] = {1, 3, 5, 10};
+    double coverages[4];
+    (void)state;
+    assert_int_equal(vocab_map_coverages(counts, VOCAB, sizes, 4, coverages), 5);
+    assert_true(coverages[0] == 9.0 / 20.0 && coverages[1] == 17.0 / 20.0);
+    assert_true(coverages[2] == 1.0 && coverages[3] == 1.0);
+    static const int64_t nothing[VOCAB] = {0};
+    assert_int_equal(vocab_map_coverages(nothing, VOCAB, sizes, 4, coverages), 0);
+    assert_true(coverages[3] == 0.0);
 }
 
 static void tables_that_contradict_are_refused(void **state)
@@ -184,7 +222,7 @@ static void tables_that_contradict_are_refused(void **state)
         map.d2t[3] += i == 1;
         map.t2d[0] = i == 2 ? 2 : 1;
         assert_int_equal(vocab_map_write(&map, &documents, place->map_path, &err), 0);
-        assert_int_equal(vocab_map_read(&read, &documents, place->map_path, &err), -1);
+        assert_int_equal(vocab_map_read(&read, &documents, true, place->map_path, &err), -1);
         if (strstr(err.text, words[i]) == NULL)
             fail_msg("\"%s\" is expected, the error is: %s", words[i], err.text);
         vocab_map_release(&map);
@@ -202,6 +240,8 @@ int main(void)
         TEST(sizes_outside_the_vocabulary_are_refused),
         TEST(only_supervised_tokens_count),
         TEST(maps_of_other_data_are_refused),
+        TEST(the_heads_order_follows_from_the_map),
+        TEST(coverages_of_sizes),
         TEST(tables_that_contradict_are_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

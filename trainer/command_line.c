@@ -217,6 +217,8 @@ static int read_options(struct command_line *line, int argc, char **argv, struct
 static bool is_given(const struct options *options, const struct option_row *row)
 {
     const void *at = (const char *)options + row->value_at;
+    if (row->kind == OPTION_COUNT)
+        return *(const long long *)at != 0;
     BUG_UNLESS(row->kind == OPTION_TEXT || row->kind == OPTION_TEXTS);
     return *(const void *const *)at != NULL;
 }

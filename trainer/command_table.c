@@ -108,6 +108,11 @@ static const struct option_row option_rows[] = {
      .value_at = FIELD(show),
      .value = "DIR",
      .completes = VALUE_FOLDER},
+    {.name = "size",
+     .kind = OPTION_COUNT,
+     .value_at = FIELD(size),
+     .value = "N",
+     .least = 1},
     {.name = "target",
      .kind = OPTION_TEXT,
      .value_at = FIELD(target),
@@ -195,6 +200,12 @@ static const struct command_option export_options[] = {
                             "far as these go"),
 };
 
+static const struct command_option vocab_options[] = {
+    NEED("size", "how many tokens the draft vocabulary has"),
+    NEED("out", "the map to write, for drafter.draft_vocab"),
+    MAY("target", "compare the vocabulary of the shards with this target's"),
+};
+
 static const struct command_option data_check_options[] = {
     MAY("target", "also recompute the teacher on a sample of positions"),
     MAY("no-verdicts", "do not write verdict files"),
@@ -261,6 +272,16 @@ const struct command command_table[] = {
      .summary = "a checkpoint as a drafter that servers read",
      .text = "Writes a servable drafter (bf16 model.safetensors and config.json).",
      OPTIONS(export_options)},
+    {.name = "vocab",
+     .run = command_vocab,
+     .summary = "a draft vocabulary for EAGLE-3 from the data",
+     .text = "Counts the supervised tokens of the training shards, or of a manifest, keeps the most "
+             "frequent ones, and prints how many of the supervised tokens they are. A run refuses a "
+             "map that was made from other data than its own.",
+     OPTIONS(vocab_options),
+     .operand = "SHARD",
+     .operand_completes = VALUE_FILE,
+     .operands = true},
     {.name = "data check",
      .run = command_data_check,
      .summary = "every fault of feature shards",

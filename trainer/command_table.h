@@ -42,7 +42,7 @@ struct option_row {
 // An option as a command takes it.
 struct command_option {
     const char *name;
-    bool required;     // of a text
+    bool required;     // of a text, or of a count of 1 or more
     const char *help;  // NULL: the option's own
     const char *value; // likewise
 };

@@ -34,6 +34,7 @@ struct options {
     long long parallel;       // sweep: points at a time; 0: not given
     bool plan_only;           // sweep
     long long from_step;      // data order; 0: not given
+    long long size;           // vocab: tokens of the map; 0: not given
     char **files;             // what follows the options
     int file_count;
     const char *command; // the whole command line as typed
@@ -46,6 +47,7 @@ int command_trace(const struct options *options);
 int command_plan(const struct options *options);
 int command_sweep(const struct options *options);
 int command_export(const struct options *options);
+int command_vocab(const struct options *options);
 int command_data_check(const struct options *options);
 int command_data_stats(const struct options *options);
 int command_data_order(const struct options *options);
