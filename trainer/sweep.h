@@ -75,6 +75,7 @@ struct sweep_point {
     double step_seconds; // equal time: as measured; 0: not yet
     int64_t needed;      // bytes, as planned
     double flops;        // of a step, as planned
+    int64_t disk;        // bytes of a checkpoint, as planned
     // while it runs
     pid_t pid; // 0: does not
     int slot;
@@ -173,6 +174,9 @@ char *sweep_last_error(const char *path, int64_t offset);
 
 // Reads what the run's metrics.jsonl (in FOLDER) has got since the last call.
 void sweep_watch_read(struct sweep_watch *watch, const char *folder);
+// "3 of 9 points, ETA 0:12:00  |  NAME: step 40/100  ETA 0:01:30"; the caller frees.
+char *sweep_progress_text(const struct sweep *sweep);
+// Tells it: as the live line, or a plain line now and then.
 void sweep_show_progress(struct sweep *sweep);
 // Seconds until the running point, and until the sweep ends; NAN: not known yet.
 double sweep_point_left(const struct sweep_point *point);

@@ -246,6 +246,21 @@ static void close_sweep(struct sweep *sweep)
     sweep_release(sweep);
 }
 
+// What runs, as far as its metrics tell. Nobody in the folder: what ran the sweep has ended or was killed.
+static void look_on(struct sweep *sweep, bool in_use)
+{
+    sweep_table_read(sweep);
+    for (size_t i = 0; i < sweep->point_count; i++) {
+        struct sweep_point *point = &sweep->points[i];
+        if (point->state != SWEEP_RUNNING)
+            continue;
+        if (!in_use)
+            point->state = SWEEP_STOPPED;
+        point->measuring = point->steps == 0;
+        sweep_watch_read(&point->watch, point->folder);
+    }
+}
+
 // How a sweep stands, from another process.
 static int show(const struct options *options)
 {
@@ -255,13 +270,13 @@ static int show(const struct options *options)
     int status = sweep_state_read(&sweep, options->show, &err) == 0 ? EXIT_DONE : EXIT_REFUSED;
     if (status == EXIT_DONE) {
         char *holder = folder_lock_holder(options->show);
-        for (size_t i = 0; i < sweep.point_count && holder == NULL; i++)
-            if (sweep.points[i].state == SWEEP_RUNNING) // what ran it was killed
-                sweep.points[i].state = SWEEP_STOPPED;
-        sweep_table_read(&sweep);
+        look_on(&sweep, holder != NULL);
+        char *progress = sweep_progress_text(&sweep);
         printf("%s: %s%s\n", options->show, holder != NULL ? "in use by " : "not running",
                holder != NULL ? holder : "");
+        printf("%s\n", holder != NULL ? progress : "the same command goes on with it");
         sweep_table_print(&sweep, stdout);
+        free(progress);
         free(holder);
     } else {
         log_error("%s", err.text);

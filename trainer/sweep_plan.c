@@ -4,6 +4,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/statvfs.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -94,6 +95,7 @@ static int take_plan(struct sweep_point *point, const char *text)
     int result = isfinite(needed) ? 0 : -1;
     point->needed = result == 0 ? (int64_t)needed : 0;
     point->flops = number_at(step, "flops", "total");
+    point->disk = (int64_t)number_at(root, "disk", "checkpoint_bytes");
     if (cJSON_IsFalse(cJSON_GetObjectItemCaseSensitive(root, "fits")))
         sweep_point_become(point, SWEEP_TOO_LARGE,
                            memory_format("needs %s, %s are there (%s)",
@@ -150,6 +152,29 @@ int sweep_plan(struct sweep *sweep, struct error *err)
     return result;
 }
 
+// What the checkpoints of all points that are to run will take, and whether that is there.
+static void print_disk(const struct sweep *sweep, FILE *out)
+{
+    const struct checkpoint_config *checkpoint = &sweep->config.checkpoint;
+    // One more exists while a new one is written.
+    double copies = (double)(checkpoint->keep + checkpoint->best + 1), bytes = 0.0;
+    struct statvfs disk;
+    char text[BYTE_SIZE_TEXT], left[BYTE_SIZE_TEXT], *folder = memory_strdup(sweep->folder), *slash;
+    for (size_t i = 0; i < sweep->point_count; i++)
+        if (sweep->points[i].state != SWEEP_TOO_LARGE)
+            bytes += copies * (double)sweep->points[i].disk;
+    while (statvfs(folder, &disk) != 0 && (slash = strrchr(folder, '/')) != NULL && slash != folder)
+        *slash = '\0'; // up to what is there already
+    bool known = statvfs(folder, &disk) == 0;
+    double free_bytes = known ? (double)disk.f_bavail * (double)disk.f_frsize : 0.0;
+    fprintf(out, "disk: up to %s for checkpoints\n", byte_size_text(bytes, text));
+    if (known && bytes > free_bytes)
+        log_warn("the checkpoints of all points take up to %s, %s are free; checkpoint.keep=1 and "
+                 "checkpoint.best=false need least",
+                 text, byte_size_text(free_bytes, left));
+    free(folder);
+}
+
 void sweep_print_plan(const struct sweep *sweep, FILE *out)
 {
     size_t width = strlen("point"), fit = 0;
@@ -177,4 +202,5 @@ void sweep_print_plan(const struct sweep *sweep, FILE *out)
         fit += fits;
     }
     fprintf(out, "%zu of %zu points fit\n", fit, sweep->point_count);
+    print_disk(sweep, out);
 }

@@ -144,6 +144,7 @@ int sweep_state_write(const struct sweep *sweep, struct error *err)
     add_grid(root, &sweep->grid);
     cJSON_AddStringToObject(root, "equal", sweep_equal_name(sweep->equal));
     json_add_real(root, "seconds", sweep->budget);
+    json_add_int(root, "parallel", sweep->parallel);
     json_add_int(root, "threads", sweep->threads);
     cJSON_AddBoolToObject(root, "validates", sweep->validates);
     array = cJSON_AddArrayToObject(root, "draft_tokens");
@@ -321,6 +322,8 @@ static int read_root(struct sweep *sweep, const cJSON *root)
         return -1;
     sweep->equal = (enum sweep_equal)equal;
     sweep->budget = number_of(root, "seconds", 0.0);
+    sweep->parallel =
+        number_of(root, "parallel", 1.0) > 1.0 ? (int)number_of(root, "parallel", 1.0) : 1;
     sweep->threads = (int64_t)number_of(root, "threads", 0.0);
     sweep->validates = cJSON_IsTrue(cJSON_GetObjectItemCaseSensitive(root, "validates"));
     read_drafts(sweep, root);

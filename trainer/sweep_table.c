@@ -178,6 +178,8 @@ static void cell_text(char text[CELL], const struct column *column, const struct
     long long s = isfinite(value) ? (long long)(value + 0.5) : 0;
     if (!isfinite(value) || point->result.step == 0)
         snprintf(text, CELL, "-");
+    else if (column->value == value_step && point->state != SWEEP_DONE && point->steps > 0)
+        snprintf(text, CELL, "%.0f/%lld", value, (long long)point->steps);
     else if (column->digits == -1)
         snprintf(text, CELL, "%s", byte_size_text(value, bytes));
     else if (column->digits == -2 && value < 99.5)

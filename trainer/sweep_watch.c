@@ -65,14 +65,17 @@ void sweep_watch_read(struct sweep_watch *watch, const char *folder)
     free(path);
 }
 
+// At the pace of what this process has seen, else of the steps' own times, which leave out validations.
 double sweep_point_left(const struct sweep_point *point)
 {
     const struct sweep_watch *watch = &point->watch;
-    int64_t done = watch->step - watch->first_step;
-    if (done < 1 || point->steps < 1)
-        return (double)NAN;
-    double rate = (timer_now() - watch->first_seen) / (double)done;
-    return rate * (double)(point->steps - watch->step);
+    int64_t seen = watch->step - watch->first_step;
+    double pace = (double)NAN;
+    if (seen > 0)
+        pace = (timer_now() - watch->first_seen) / (double)seen;
+    else if (watch->counted > 0)
+        pace = watch->seconds / (double)watch->counted;
+    return pace * (double)(point->steps - watch->step);
 }
 
 // Seconds an operation, as far as points have been run: points that wait cost as much.
@@ -133,14 +136,14 @@ static size_t ended_points(const struct sweep *sweep)
     return ended;
 }
 
-static char *progress_text(const struct sweep *sweep)
+char *sweep_progress_text(const struct sweep *sweep)
 {
     char left[32];
     char *text = memory_format("%zu of %zu points, ETA %s", ended_points(sweep), sweep->point_count,
                                time_text(left, sizeof(left), sweep_left(sweep)));
     for (size_t i = 0; i < sweep->point_count; i++) {
         const struct sweep_point *point = &sweep->points[i];
-        if (point->pid == 0)
+        if (point->state != SWEEP_RUNNING)
             continue;
         char *longer = point->measuring
                            ? memory_format("%s  |  %s: measuring, step %lld", text, point->name,
@@ -160,7 +163,7 @@ void sweep_show_progress(struct sweep *sweep)
     double now = timer_now();
     if (now - sweep->shown < (terminal ? live_seconds : plain_seconds))
         return;
-    char *text = progress_text(sweep);
+    char *text = sweep_progress_text(sweep);
     sweep->shown = now;
     if (terminal)
         log_status_line(text);
