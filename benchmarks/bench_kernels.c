@@ -196,7 +196,9 @@ static void bench_at(struct bench *bench, const struct sizes *s)
         snprintf(name, sizeof(name), "%s/%s/%s", bench_rows[i].op, bench_rows[i].variant, s->name);
         if (!wanted(bench, name))
             continue;
-        if (strcmp(bench_rows[i].op, "adamw") == 0 && !fits(bench, 18.0 * (double)s->parameters)) {
+        bool update = strcmp(bench_rows[i].op, "adamw") == 0 ||
+                      strncmp(bench_rows[i].op, "muon_", strlen("muon_")) == 0;
+        if (update && !fits(bench, 18.0 * (double)s->parameters)) {
             printf("%-46s left out: not enough memory\n", name);
             continue;
         }

@@ -100,6 +100,9 @@ CALL(context_load, context_load)
 CALL(adamw, adamw)
 CALL(sum_squares, sum_squares)
 CALL(convert, convert)
+CALL(muon_momentum, muon_momentum)
+CALL(muon_normalise, muon_normalise)
+CALL(muon_update, muon_update)
 #undef CALL
 
 // A product y[m, n] of n weights: forward x W^T; dgrad dy W; wgrad dW += dy^T x in fp32.
@@ -460,6 +463,39 @@ static void bind_convert(struct bench *bench, const struct sizes *s, struct job 
     job->call = call_convert;
 }
 
+static void bind_muon_momentum(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    struct muon_momentum *op = &job->op.muon_momentum;
+    *op = (struct muon_momentum){.count = s->parameters, .momentum = 0.95, .grad_scale = 1.0};
+    op->grad = take_changed(bench, DTYPE_F32, op->count);
+    op->m = take_changed(bench, DTYPE_F32, op->count);
+    job->call = call_muon_momentum;
+}
+
+static void bind_muon_normalise(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    struct muon_normalise *op = &job->op.muon_normalise;
+    *op = (struct muon_normalise){.count = s->parameters, .to_type = bench->type};
+    op->from = bench_take_in(bench, DTYPE_F32, op->count);
+    op->squares = take(bench, DTYPE_F64, 1);
+    op->to = bench_take_out(bench, bench->type, op->count);
+    job->call = call_muon_normalise;
+}
+
+static void bind_muon_update(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    struct muon_update *op = &job->op.muon_update;
+    *op = (struct muon_update){.count = s->parameters,
+                               .x_type = bench->type,
+                               .copy_type = DTYPE_BF16,
+                               .keep = 1.0,
+                               .step = 1e-4};
+    op->param = take_changed(bench, DTYPE_F32, op->count);
+    op->x = bench_take_in(bench, bench->type, op->count);
+    op->copy = bench_take_out(bench, DTYPE_BF16, op->count);
+    job->call = call_muon_update;
+}
+
 void bench_bind_call(struct bench *bench, struct job *job)
 {
     job->op.convert = (struct convert){.count = 8,
@@ -493,5 +529,8 @@ const struct row bench_rows[] = {
     {"adamw", "all", bind_adamw},
     {"sum_squares", "all", bind_sum_squares},
     {"convert", "context", bind_convert},
+    {"muon_momentum", "all", bind_muon_momentum},
+    {"muon_normalise", "all", bind_muon_normalise},
+    {"muon_update", "all", bind_muon_update},
 };
 const int bench_row_count = sizeof(bench_rows) / sizeof(bench_rows[0]);

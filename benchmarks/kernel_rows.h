@@ -64,6 +64,9 @@ struct job {
         struct adamw adamw;
         struct sum_squares sum_squares;
         struct convert convert;
+        struct muon_momentum muon_momentum;
+        struct muon_normalise muon_normalise;
+        struct muon_update muon_update;
     } op;
     int32_t planes[8];
     const struct kernel_case *kernel_case; // instead of op

@@ -29,7 +29,7 @@
     SECTION(drafter, DRAFTER_KEYS, "the model that is trained") \
     SECTION(anchors, ANCHORS_KEYS, "where blocks start (DFlash)") \
     SECTION(loss, LOSS_KEYS, "terms and weights; at least one term must be positive") \
-    SECTION(optimizer, OPTIMIZER_KEYS, "AdamW with fp32 master weights") \
+    SECTION(optimizer, OPTIMIZER_KEYS, "AdamW or Muon, with fp32 master weights") \
     SECTION(schedule, SCHEDULE_KEYS, "learning rate over steps") \
     SECTION(checkpoint, CHECKPOINT_KEYS, "what is saved, and when") \
     SECTION(memory, MEMORY_KEYS, "how the step is cut to fit; frozen in execution.json") \
@@ -133,12 +133,17 @@
     CHOICE(out_of_vocab, masked, "masked\0kept", KEEP, "eagle3: positions whose teacher argmax is outside the draft vocabulary")
 
 #define OPTIMIZER_KEYS(TEXT, PATH, INT, REAL, FLAG, CHOICE, TEXTS, PATHS, INTS, REALS) \
-    CHOICE(kind, adamw, "adamw", KEEP, "the optimizer") \
+    CHOICE(kind, adamw, "adamw\0muon", KEEP, "muon: orthogonalised momentum for hidden matrices, AdamW for norms and vocabulary tables") \
     REAL(lr, 6e-4, 0.0, 10.0, KEEP, "peak learning rate") \
     REALS(betas, "0.9,0.999", 0.0, 0.999999, KEEP, "decay of the two moments") \
     REAL(eps, 1e-8, 0.0, 1.0, KEEP, "added to the root of the second moment") \
     REAL(weight_decay, 0.0, 0.0, 10.0, KEEP, "decoupled decay of matrices; norms never decay") \
-    REAL(grad_clip, 1.0, 0.0, 1e9, KEEP, "largest global gradient norm; 0: no clipping")
+    REAL(grad_clip, 1.0, 0.0, 1e9, KEEP, "largest global gradient norm; 0: no clipping") \
+    REAL(muon_lr, NAN, 0.0, 10.0, KEEP, "muon: peak learning rate of the matrices that Muon takes; default: lr") \
+    REAL(muon_momentum, 0.95, 0.0, 0.999999, KEEP, "muon: decay of the momentum, which looks ahead (Nesterov)") \
+    INT(muon_ns_steps, 5, 1, 20, KEEP, "muon: Newton-Schulz iterations") \
+    CHOICE(muon_scale, adamw_rms, "adamw_rms\0original", KEEP, "muon: factor of the orthogonal matrix: 0.2 sqrt(max(rows, columns)), as large as AdamW's updates; or sqrt(max(1, rows / columns))") \
+    REAL(muon_weight_decay, NAN, 0.0, 10.0, KEEP, "muon: decoupled decay of the matrices that Muon takes; default: weight_decay")
 
 #define SCHEDULE_KEYS(TEXT, PATH, INT, REAL, FLAG, CHOICE, TEXTS, PATHS, INTS, REALS) \
     CHOICE(kind, cosine, "cosine\0linear\0wsd\0constant", KEEP, "shape after warm-up; wsd is constant, then falls over decay_ratio") \

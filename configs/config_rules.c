@@ -217,6 +217,16 @@ static void check_kernels(const struct check *c)
         FAULT(c, kernels, algorithms, "%s is neither none nor an absolute path", algorithms);
 }
 
+static void check_optimizer(const struct check *c)
+{
+    const struct optimizer_config *o = &c->config->optimizer;
+    if (o->betas.count != 2)
+        FAULT(c, optimizer, betas, "needs 2 values, has %zu", o->betas.count);
+    if (o->muon_lr > 0.0 && o->lr == 0.0)
+        FAULT(c, optimizer, muon_lr,
+              "follows the schedule of optimizer.lr in proportion, and that is 0");
+}
+
 static void check_schedule(const struct check *c)
 {
     const struct schedule_config *s = &c->config->schedule;
@@ -266,8 +276,7 @@ void config_check_rules(const struct config *config, struct config_faults *fault
         check_dflash(&c);
     else
         check_eagle3(&c);
-    if (config->optimizer.betas.count != 2)
-        FAULT(&c, optimizer, betas, "needs 2 values, has %zu", config->optimizer.betas.count);
+    check_optimizer(&c);
     check_memory(&c);
     check_kernels(&c);
     check_schedule(&c);

@@ -63,6 +63,15 @@ static void watch_loss(struct watch *w)
                     "without drafter.draft_vocab");
 }
 
+static void watch_optimizer(struct watch *w)
+{
+    static const char *const keys[] = {"muon_lr", "muon_momentum", "muon_ns_steps", "muon_scale",
+                                       "muon_weight_decay"};
+    for (size_t i = 0; i < sizeof(keys) / sizeof(keys[0]); i++)
+        idle_unless(w, w->config->optimizer.kind == OPTIMIZER_MUON, "optimizer", keys[i],
+                    "without optimizer.kind muon");
+}
+
 static void watch_run(struct watch *w)
 {
     const struct config *c = w->config;
@@ -124,6 +133,7 @@ size_t config_warnings(const struct config *config, struct error *text)
     config_init(&w.defaults);
     watch_drafter(&w);
     watch_loss(&w);
+    watch_optimizer(&w);
     watch_run(&w);
     watch_serving(&w);
     watch_parallel(&w);

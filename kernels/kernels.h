@@ -7,6 +7,7 @@
 #include "kernels/attention_diagonal.h"
 #include "kernels/backend.h"
 #include "kernels/gemm.h"
+#include "kernels/muon.h"
 #include "kernels/norm_rope.h"
 #include "kernels/optimizer.h"
 #include "kernels/rms_norm.h"
@@ -40,6 +41,9 @@ extern "C" {
     X(mask_rows)                                                                                   \
     X(adamw)                                                                                       \
     X(sum_squares)                                                                                 \
+    X(muon_momentum)                                                                               \
+    X(muon_normalise)                                                                              \
+    X(muon_update)                                                                                 \
     X(convert)
 
 struct kernels {

@@ -633,6 +633,22 @@ const struct kernel_case kernel_cases[] = {
     {"convert", {5 * 264, 264}, DTYPE_F32, 0, 393, ROUND_BF16},
     {"convert", {5 * 67, 67}, DTYPE_BF16, CASE_TO_F32, 394, EXACT},
     {"convert", {3 * 1030, 1030}, DTYPE_F32, 0, 395, ROUND_BF16},
+
+    {"muon_momentum", {1}, DTYPE_F32, 0, 8800, ADAM},
+    {"muon_momentum", {513}, DTYPE_F32, 0, 8801, ADAM},
+    {"muon_momentum", {331777}, DTYPE_F32, 0, 8802, ADAM},
+    {"muon_momentum", {4103}, DTYPE_F32, CASE_UNALIGNED, 8803, ADAM},
+    {"muon_normalise", {1}, DTYPE_F32, 0, 8810, ADAM},
+    {"muon_normalise", {1, 1}, DTYPE_F32, 0, 8811, ADAM},
+    {"muon_normalise", {4103, 1}, DTYPE_F32, 0, 8812, ADAM},
+    {"muon_normalise", {4103}, DTYPE_BF16, CASE_UNALIGNED, 8813, ROUND_BF16},
+    {"muon_normalise", {331776}, DTYPE_BF16, 0, 8814, ROUND_BF16},
+    {"muon_update", {1}, DTYPE_F32, 0, 8820, ADAM},
+    {"muon_update", {511}, DTYPE_F32, CASE_FROZEN, 8821, ADAM},
+    {"muon_update", {513}, DTYPE_BF16, 0, 8822, ADAM},
+    {"muon_update", {331777}, DTYPE_BF16, CASE_TO_F32, 8823, ADAM},
+    {"muon_update", {4103}, DTYPE_BF16, CASE_UNALIGNED, 8824, ADAM},
+    {"muon_update", {4103}, DTYPE_F32, 0, 8825, ADAM},
 };
 const int kernel_case_count = sizeof(kernel_cases) / sizeof(kernel_cases[0]);
 

@@ -156,6 +156,20 @@ static void same_run_twice(void **state)
     run_must_equal(&fixture, "plain-2", "again-2", RUN_STEPS);
 }
 
+// Matrices are owned whole, so Muon needs no rank but the owner.
+static void muon_trains_alike(void **state)
+{
+    (void)state;
+    run_fixture_set(&fixture, "optimizer.kind=muon");
+    run_fixture_set(&fixture, "optimizer.muon_weight_decay=0.1");
+    must_train_on(0, "muon-1", "optimizer.muon_lr=1e-3");
+    must_train_on(2, "muon-2", "optimizer.muon_lr=1e-3");
+    must_train_alike("muon-1", "muon-2", 1e-4);
+    must_have_near_weights("muon-1", "muon-2", RUN_STEPS, 1e-4);
+    must_train_on(3, "muon-1", "optimizer.muon_lr=1e-3"); // reads what one rank wrote
+    run_must_say(&fixture, "muon-1", "resuming from ");
+}
+
 static void bf16_trains_alike(void **state)
 {
     (void)state;
@@ -308,6 +322,7 @@ int main(void)
         cmocka_unit_test_setup(any_number_trains_alike, forget),
         cmocka_unit_test_setup(one_large_tensor, forget),
         cmocka_unit_test_setup(same_run_twice, forget),
+        cmocka_unit_test_setup(muon_trains_alike, forget),
         cmocka_unit_test_setup(bf16_trains_alike, forget),
         cmocka_unit_test_setup(servable_weights_are_whole, forget),
         cmocka_unit_test_setup(ranks_with_nothing, forget),

@@ -127,6 +127,33 @@ static void kill_after_13_resumes_at_12(void **state)
     run_must_equal(&fixture, "whole", "killed", RUN_STEPS);
 }
 
+// Its matrices have one moment.
+static void killed_with_muon(void **state)
+{
+    (void)state;
+    int64_t reached = RUN_STEPS;
+    run_fixture_set(&fixture, "optimizer.kind=muon");
+    run_fixture_set(&fixture, "optimizer.muon_lr=2e-3");
+    assert_int_equal(run_train(&fixture, "muon-whole", NULL), 0);
+    for (int try = 0; try < TRIES && reached == RUN_STEPS; try++) {
+        struct program program = {0};
+        run_remove(&fixture, "muon");
+        run_train_start(&fixture, &program, "muon", NULL);
+        program_wait_step(&program, run_path(&fixture, "muon"), 9, LIMIT);
+        program_signal(&program, SIGKILL);
+        program_wait(&program, LIMIT);
+        reached = program_step(run_path(&fixture, "muon"));
+    }
+    assert_true(reached >= 9 && reached < RUN_STEPS);
+    assert_int_equal(run_train(&fixture, "muon", NULL), 0);
+    run_must_say(&fixture, "muon", "resuming from ");
+    run_must_equal(&fixture, "muon-whole", "muon", RUN_STEPS);
+    // Another optimizer would find other moments.
+    fixture.set_count = 1;
+    assert_int_equal(run_train(&fixture, "muon", NULL), 2);
+    run_must_say(&fixture, "muon", "optimizer.kind");
+}
+
 // Also while checkpoints are written, which is most of the time here, and while old ones are deleted.
 static void kills_at_random_moments(void **state)
 {
@@ -473,6 +500,7 @@ int main(int argc, char **argv)
         cmocka_unit_test_setup(finished_run_stays, forget_sets),
         cmocka_unit_test_setup(other_lengths_are_told, forget_sets),
         cmocka_unit_test_setup(kill_after_13_resumes_at_12, forget_sets),
+        cmocka_unit_test_setup(killed_with_muon, forget_sets),
         cmocka_unit_test_setup(kills_at_random_moments, forget_sets),
         cmocka_unit_test_setup(sigterm_saves_and_resumes, forget_sets),
         cmocka_unit_test_setup(sigint_saves_and_resumes, forget_sets),

@@ -38,7 +38,7 @@ struct part {
     bool started;
     const char *directory;
     const struct model_state *state;
-    int array;                          // of the state
+    enum state_array array;
     const struct checkpoint_info *info; // of the servable part; NULL: fp32 tensors
     int result;
     struct error err;
@@ -46,31 +46,34 @@ struct part {
 
 static int state_ranks(const struct model_state *state)
 {
-    return ownership_shared(state->ownership) ? state->ownership->ranks : 1;
+    const struct ownership *ownership = state->layout.ownership;
+    return ownership_shared(ownership) ? ownership->ranks : 1;
 }
 
 static int state_rank(const struct model_state *state)
 {
-    return ownership_shared(state->ownership) ? state->ownership->rank : 0;
+    const struct ownership *ownership = state->layout.ownership;
+    return ownership_shared(ownership) ? ownership->rank : 0;
 }
 
-// The tensors that this rank owns.
+// The tensors that this rank owns and that are in the array.
 static int write_tensors(struct safetensors_writer *writer, const struct model_state *state,
-                         const float *values, struct error *err)
+                         enum state_array array, const float *values, struct error *err)
 {
-    const struct params *params = state->params;
+    const struct state_layout *layout = &state->layout;
+    const struct params *params = layout->params;
     for (size_t i = 0; i < params->count; i++) {
         const struct param *param = &params->items[i];
-        if (ownership_mine(state->ownership, i))
+        if (state_has(layout, array, i))
             safetensors_writer_add(writer, param->name, DTYPE_F32, param->dims, param->shape);
     }
     if (safetensors_writer_begin(writer, err) != 0)
         return -1;
     int index = 0;
     for (size_t i = 0; i < params->count; i++) {
-        if (!ownership_mine(state->ownership, i))
+        if (!state_has(layout, array, i))
             continue;
-        int64_t offset = ownership_offset(state->ownership, params, i);
+        int64_t offset = state_offset(layout, array, i);
         if (safetensors_writer_write(writer, index++, 0, values + offset,
                                      (size_t)params->items[i].count * sizeof(*values), err) != 0)
             return -1;
@@ -78,13 +81,13 @@ static int write_tensors(struct safetensors_writer *writer, const struct model_s
     return 0;
 }
 
-static int write_fp32(const char *path, const struct model_state *state, const float *values,
-                      struct error *err)
+static int write_fp32(const char *path, const struct model_state *state, enum state_array array,
+                      const float *values, struct error *err)
 {
     struct safetensors_writer *writer;
     if (safetensors_writer_open(&writer, path, err) != 0)
         return -1;
-    int result = write_tensors(writer, state, values, err);
+    int result = write_tensors(writer, state, array, values, err);
     struct error close_err = {""};
     int closed = safetensors_writer_close(writer, result == 0, &close_err);
     if (result == 0 && closed != 0)
@@ -97,7 +100,7 @@ static int write_servable(struct part *part)
     const struct model_state *state = part->state;
     const struct export_weights weights = {state->served == NULL ? state->master : NULL,
                                            state->served};
-    return export_zlab_write(part->directory, state->params, &weights, part->info->sizes,
+    return export_zlab_write(part->directory, state->layout.params, &weights, part->info->sizes,
                              part->info->target, &part->err);
 }
 
@@ -112,7 +115,7 @@ static void *write_part(void *argument)
     }
     char *file = checkpoint_array_file(part->array, state_rank(state), state_ranks(state));
     char *path = memory_format("%s/%s", part->directory, file);
-    part->result = write_fp32(path, state, arrays[part->array], &part->err);
+    part->result = write_fp32(path, state, part->array, arrays[part->array], &part->err);
     free(path);
     free(file);
     return NULL;

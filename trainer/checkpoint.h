@@ -35,8 +35,8 @@ int checkpoint_complete(const char *directory, const char *begun, const struct m
                         const struct checkpoint_info *info, struct error *err);
 void checkpoint_discard(const char *begun);
 
-// Reads the tensors that state owns from a checkpoint directory: by name, with their shapes checked;
-// errors name the file and the tensor. fingerprint may be NULL.
+// Reads the tensors that state owns and has room for from a checkpoint directory: by name, with their shapes
+// checked; errors name the file and the tensor. fingerprint may be NULL.
 int checkpoint_read(const char *path, struct model_state *state, uint64_t *fingerprint,
                     struct error *err);
 

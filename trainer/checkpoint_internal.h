@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+#include "trainer/state_layout.h"
+
 enum { STATE_VERSION = 1 };
 #define STATE_FORMAT "dtrain-checkpoint"
 
@@ -22,8 +24,9 @@ enum { STATE_VERSION = 1 };
     INT(validations_without_better)                                                                \
     INT(last_validation)
 
-// Arrays of fp32 state, each a file of every rank that wrote, and all other files but state.json and DONE.
-enum { STATE_ARRAYS = 3, OTHER_FILES = 5 };
+// Arrays of fp32 state are each a file of every rank that wrote; these are all other files but state.json and
+// DONE.
+enum { OTHER_FILES = 5 };
 extern const char *const checkpoint_arrays[STATE_ARRAYS];
 extern const char *const checkpoint_others[OTHER_FILES];
 

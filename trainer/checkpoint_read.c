@@ -183,18 +183,19 @@ static const struct safetensors *file_of(const struct array_files *array, const 
 }
 
 static int copy_tensors(const struct array_files *array, const struct model_state *state,
-                        float *values, struct error *err)
+                        enum state_array which, float *values, struct error *err)
 {
-    const struct params *params = state->params;
+    const struct state_layout *layout = &state->layout;
+    const struct params *params = layout->params;
     for (size_t i = 0; i < params->count; i++) {
         const struct param *param = &params->items[i];
-        if (!ownership_mine(state->ownership, i))
+        if (!state_has(layout, which, i))
             continue;
         const struct safetensors_entry *entry = safetensors_get(
             file_of(array, param->name), param->name, "F32", param->dims, param->shape, err);
         if (entry == NULL)
             return -1;
-        memcpy(values + ownership_offset(state->ownership, params, i), entry->bytes, entry->size);
+        memcpy(values + state_offset(layout, which, i), entry->bytes, entry->size);
     }
     return check_names(array, params, err);
 }
@@ -209,9 +210,11 @@ int checkpoint_read(const char *path, struct model_state *state, uint64_t *finge
         return -1;
     for (int which = 0; which < STATE_ARRAYS && result == 0; which++) {
         struct array_files array;
+        if (arrays[which] == NULL)
+            continue;
         result = open_files(&array, path, which, parts, err);
         if (result == 0)
-            result = copy_tensors(&array, state, arrays[which], err);
+            result = copy_tensors(&array, state, which, arrays[which], err);
         close_files(&array);
     }
     return result;

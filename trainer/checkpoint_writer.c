@@ -50,12 +50,12 @@ static int settle(const struct checkpoint_writer *writer, bool best, struct erro
 // Several ranks write together.
 static bool is_shared(const struct checkpoint_writer *writer)
 {
-    return ownership_shared(writer->snapshot.ownership);
+    return ownership_shared(writer->snapshot.layout.ownership);
 }
 
 static bool is_first(const struct checkpoint_writer *writer)
 {
-    return !is_shared(writer) || writer->snapshot.ownership->rank == 0;
+    return !is_shared(writer) || writer->snapshot.layout.ownership->rank == 0;
 }
 
 static void set_phase(struct checkpoint_writer *writer, enum checkpoint_phase phase)
@@ -183,8 +183,8 @@ int checkpoint_writer_open(struct checkpoint_writer **writer, const char *direct
     w->info = info;
     w->keep = keep;
     w->background = background;
-    model_state_open_own(&w->snapshot, params, ownership,
-                         ownership_shared(ownership) && ownership->rank == 0);
+    const struct state_layout layout = {params, ownership, &info->config->optimizer};
+    model_state_open_as(&w->snapshot, &layout, ownership_shared(ownership) && ownership->rank == 0);
     pthread_condattr_t attributes;
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);

@@ -55,7 +55,7 @@ static int load_weights(const struct session *session, const struct options *opt
 {
     struct model_state state;
     struct step_setup setup = session_step_setup(session, false);
-    model_state_open(&state, &session->params);
+    model_state_open_weights(&state, &session->params);
     int status = checkpoint_read(options->checkpoint, &state, NULL, err);
     if (status == 0 && options->served)
         round_to_bf16(state.master, session->params.elements);

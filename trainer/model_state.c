@@ -9,24 +9,28 @@
 
 void model_state_open(struct model_state *state, const struct params *params)
 {
-    model_state_open_own(state, params, NULL, false);
+    model_state_open_as(state, &(struct state_layout){.params = params}, false);
 }
 
-void model_state_open_own(struct model_state *state, const struct params *params,
-                          const struct ownership *ownership, bool served)
+static float *take(const struct state_layout *layout, enum state_array array)
 {
-    size_t elements = (size_t)ownership_elements(ownership, params);
-    *state = (struct model_state){.params = params, .ownership = ownership};
+    return memory_alloc((size_t)state_elements(layout, array), sizeof(float));
+}
+
+void model_state_open_weights(struct model_state *state, const struct params *params)
+{
+    *state = (struct model_state){.layout = {.params = params}};
+    state->master = take(&state->layout, STATE_MASTER);
+}
+
+void model_state_open_as(struct model_state *state, const struct state_layout *layout, bool served)
+{
+    *state = (struct model_state){.layout = *layout};
     if (served)
-        state->served = memory_alloc((size_t)params->elements, sizeof(*state->served));
-    state->master = memory_alloc(elements, sizeof(float));
-    state->m = memory_alloc(elements, sizeof(float));
-    state->v = memory_alloc(elements, sizeof(float));
-}
-
-size_t model_state_bytes(const struct model_state *state)
-{
-    return (size_t)ownership_elements(state->ownership, state->params) * sizeof(float);
+        state->served = memory_alloc((size_t)layout->params->elements, sizeof(*state->served));
+    state->master = take(layout, STATE_MASTER);
+    state->m = take(layout, STATE_M);
+    state->v = take(layout, STATE_V);
 }
 
 // Whole pages of an array, in slices: others that want address space do not wait long.
@@ -46,12 +50,12 @@ static void populate(void *array, size_t bytes, bool (*stop)(void *context), voi
 void model_state_populate(const struct model_state *state, bool (*stop)(void *context),
                           void *context)
 {
-    size_t bytes = model_state_bytes(state);
-    populate(state->master, bytes, stop, context);
-    populate(state->m, bytes, stop, context);
-    populate(state->v, bytes, stop, context);
+    const struct state_layout *layout = &state->layout;
+    populate(state->master, state_bytes(layout, STATE_MASTER), stop, context);
+    populate(state->m, state_bytes(layout, STATE_M), stop, context);
+    populate(state->v, state_bytes(layout, STATE_V), stop, context);
     if (state->served != NULL)
-        populate(state->served, (size_t)state->params->elements * sizeof(*state->served), stop,
+        populate(state->served, (size_t)layout->params->elements * sizeof(*state->served), stop,
                  context);
 }
 

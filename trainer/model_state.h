@@ -4,7 +4,7 @@
 #define TRAINER_MODEL_STATE_H
 
 #include "base/bf16.h"
-#include "trainer/ownership.h"
+#include "trainer/state_layout.h"
 
 struct counters {
     int64_t step;    // optimizer steps done, skipped ones included
@@ -24,20 +24,19 @@ struct counters {
 
 // Host memory: a snapshot for writing, or what was read.
 struct model_state {
-    const struct params *params;
-    const struct ownership *ownership; // whose tensors these are; NULL: all
-    float *master, *m, *v;             // [ownership's elements]: of all tensors [params->elements]
+    struct state_layout layout; // whose tensors these are, and where
+    float *master, *m, *v;      // [state_elements of each]; m and v NULL: weights alone
     // [params->elements] all weights as servers read them, on rank 0 of several, which owns only some of the
     // masters; else NULL
     bf16 *served;
     struct counters counters;
 };
 
+// All tensors in all arrays [params->elements].
 void model_state_open(struct model_state *state, const struct params *params);
-// Of the tensors that a rank owns. served: room for all weights as servers read them.
-void model_state_open_own(struct model_state *state, const struct params *params,
-                          const struct ownership *ownership, bool served);
-size_t model_state_bytes(const struct model_state *state); // of one of the three arrays
+void model_state_open_weights(struct model_state *state, const struct params *params);
+// served: room for all weights as servers read them.
+void model_state_open_as(struct model_state *state, const struct state_layout *layout, bool served);
 // Makes the system give the memory now instead of at first use, without touching contents: for a thread
 // beside the one that uses it. Ends early when stop() says so.
 void model_state_populate(const struct model_state *state, bool (*stop)(void *context),

@@ -75,13 +75,21 @@ static size_t target_bytes(const struct target *target)
     return bytes;
 }
 
-// Of the rank that owns most; of several, rank 0 has all weights as servers read them besides.
-static size_t snapshot_bytes(const struct plan *plan, int64_t ranks)
+// Of the rank whose state is largest.
+static size_t state_bytes_of(const struct plan *plan, int64_t ranks, int arrays, size_t unit)
 {
     struct ownership ownership;
     ownership_open(&ownership, &plan->params, (int)ranks, 0);
-    size_t bytes = 3 * sizeof(float) * (size_t)ownership_most(&ownership);
+    const struct state_layout layout = {&plan->params, &ownership, &plan->optimizer};
+    size_t bytes = state_most_bytes(&layout, arrays, unit);
     ownership_close(&ownership);
+    return bytes;
+}
+
+// Of the rank that owns most; of several, rank 0 has all weights as servers read them besides.
+static size_t snapshot_bytes(const struct plan *plan, int64_t ranks)
+{
+    size_t bytes = state_bytes_of(plan, ranks, STATE_ARRAYS, 1);
     return bytes + (ranks > 1 ? (size_t)plan->params.elements * sizeof(bf16) : 0);
 }
 
@@ -139,6 +147,7 @@ int plan_make(struct plan *plan, const struct plan_subject *subject, const struc
         return -1;
     plan->execution.world_size = subject->ranks;
     plan->trains = subject->training;
+    plan->optimizer = config->optimizer;
     plan->first = plan_cut_of(&plan->execution);
     if (fixed != NULL)
         plan->execution = *fixed;
@@ -170,11 +179,8 @@ static size_t planned(size_t bytes)
 // are not, and every rank needs them all.
 static size_t optimizer_bytes(const struct plan *plan, int64_t ranks)
 {
-    struct ownership ownership;
-    ownership_open(&ownership, &plan->params, (int)ranks, 0);
-    size_t arrays = plan->trains ? 3 : 1;
-    size_t bytes = arrays * planned((size_t)ownership_most(&ownership) * sizeof(float));
-    ownership_close(&ownership);
+    int arrays = plan->trains ? STATE_ARRAYS : 1;
+    size_t bytes = state_bytes_of(plan, ranks, arrays, ARENA_ALIGNMENT);
     if (computes_fp32(plan))
         bytes += planned((size_t)plan->params.elements * sizeof(float));
     return bytes;

@@ -40,6 +40,7 @@ struct plan {
     struct drafter_sizes sizes;
     struct params params;
     bool trains;                         // not scoring only
+    struct optimizer_config optimizer;   // lists borrowed from the config
     struct plan_cut first;               // what would be chosen if memory had no end
     struct execution execution;          // what is chosen
     struct arena arena;                  // table of what a step takes on one rank

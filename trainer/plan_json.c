@@ -108,6 +108,7 @@ static void add_work(cJSON *root, const struct plan_report *r)
     json_add_real(flops, "loss_student", w->student);
     json_add_real(flops, "loss_teacher", w->teacher);
     json_add_real(flops, "loss_gradient", w->gradient);
+    json_add_real(flops, "muon", w->update);
     json_add_real(flops, "total", w->flops);
     json_add_real(object, "tflops", r->tflops);
     json_add_real(object, "least_seconds", w->seconds);

@@ -188,6 +188,7 @@ static void print_work(const struct plan_report *r, FILE *out)
                  {"loss, students", w->student},
                  {"loss, teachers", w->teacher},
                  {"loss, gradient", w->gradient},
+                 {"Muon", w->update},
                  {"total", w->flops}};
     for (size_t i = 0; i < sizeof(lines) / sizeof(*lines); i++)
         if (lines[i].flops > 0.0)

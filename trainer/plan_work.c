@@ -4,6 +4,9 @@
 #include <math.h>
 #include <string.h>
 
+#include "trainer/muon.h"
+#include "trainer/update_rule.h"
+
 static double least(double a, double b)
 {
     return a < b ? a : b;
@@ -75,6 +78,21 @@ static void count_loss(struct plan_work *w, const struct plan *plan,
     w->teacher = subject->last_plane >= 0 ? w->teachers * product : 0.0;
 }
 
+// Gradients read for their norm and for the update, masters and moments read and written, weights written;
+// Muon's matrices have one moment, a direction that is written and read twice, and the orthogonal one.
+static void count_update(struct plan_work *w, const struct plan *plan)
+{
+    bool rounds = strcmp(plan->execution.compute, "bf16") == 0;
+    double type = rounds ? 2.0 : 4.0, copy = rounds ? 2.0 : 0.0;
+    for (size_t i = 0; i < plan->params.count; i++) {
+        const struct param *p = &plan->params.items[i];
+        bool muon = update_is_muon(&plan->optimizer, p);
+        if (muon)
+            w->update += muon_flops(&plan->optimizer, p->shape[0], p->shape[1]);
+        w->optimizer_bytes += (double)p->count * ((muon ? 36.0 + 2.0 * type : 32.0) + copy);
+    }
+}
+
 static void sum(struct plan_work *w)
 {
     double *parts[] = {&w->context,   &w->forward, &w->backward, &w->recompute,
@@ -84,6 +102,7 @@ static void sum(struct plan_work *w)
         w->flops += *parts[i];
     }
     w->scored_layers *= (double)w->rows;
+    w->flops += w->update;
 }
 
 // Of the whole run; later epochs may have a row more or less than the first.
@@ -101,8 +120,8 @@ static void count_steps(struct plan_work *w, const struct config *config,
 static double least_seconds(const struct plan_work *w, int64_t ranks, double tflops)
 {
     double rows = ceil((double)w->rows / (double)ranks);
-    return w->flops * rows / (double)w->rows / (tflops * 1e12) +
-           w->optimizer_bytes / (double)ranks / plan_bandwidth;
+    double flops = (w->flops - w->update) * rows / (double)w->rows + w->update / (double)ranks;
+    return flops / (tflops * 1e12) + w->optimizer_bytes / (double)ranks / plan_bandwidth;
 }
 
 void plan_work(struct plan_work *w, const struct plan *plan, const struct plan_subject *subject,
@@ -112,13 +131,9 @@ void plan_work(struct plan_work *w, const struct plan *plan, const struct plan_s
     count_rows(w, plan, config, documents);
     count_layers(w, plan, config);
     count_loss(w, plan, subject);
+    count_update(w, plan);
     sum(w);
     count_steps(w, config, documents);
-    // Gradients read for their norm and for the update, masters and moments read and written, weights
-    // written.
-    double elements = (double)plan->params.elements;
-    double copy = strcmp(plan->execution.compute, "bf16") == 0 ? 2.0 : 0.0;
-    w->optimizer_bytes = elements * (4.0 + 4.0 + 3.0 * 8.0 + copy);
     w->read_bytes = (double)(w->rows * config->data.seq_len) * plan_token_bytes(subject);
     w->seconds = least_seconds(w, 1, tflops);
     w->rank_seconds = least_seconds(w, subject->ranks, tflops);
@@ -128,7 +143,7 @@ double plan_work_useful(const struct plan_work *w, const struct plan_counts *cou
 {
     double rows = (double)w->rows, anchors = counts->anchors / (rows * w->anchors),
            scored = counts->slots / (rows * w->scored);
-    return w->context * counts->tokens / (rows * w->tokens) +
+    return w->update + w->context * counts->tokens / (rows * w->tokens) +
            (w->forward + w->backward - w->scored_layers + w->attention) * anchors +
            (w->scored_layers + w->student + w->gradient) * scored +
            w->teacher * counts->covered / (rows * w->teachers);
@@ -143,6 +158,12 @@ double plan_token_bytes(const struct plan_subject *subject)
 
 double plan_checkpoint_bytes(const struct plan *plan)
 {
-    // Master and two moments in fp32, and the servable weights in bf16.
-    return (double)plan->params.trainable * (3.0 * sizeof(float) + sizeof(bf16));
+    // Master and moments in fp32, and the servable weights in bf16.
+    double bytes = 0.0;
+    for (size_t i = 0; i < plan->params.count; i++) {
+        const struct param *p = &plan->params.items[i];
+        double arrays = update_is_muon(&plan->optimizer, p) ? 2.0 : 3.0;
+        bytes += (double)p->count * (arrays * sizeof(float) + sizeof(bf16));
+    }
+    return bytes;
 }

@@ -26,6 +26,7 @@ struct plan_work {
     // floating-point operations
     double context, forward, backward, recompute, attention, student, teacher, gradient;
     double scored_layers; // the part of forward and backward that only scored rows go through
+    double update;        // of Muon's products
     double flops;
     double optimizer_bytes; // read and written by the update
     double read_bytes;      // from shards

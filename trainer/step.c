@@ -38,13 +38,21 @@ static void plan_rows(struct step *step, struct arena *arena)
                        DTYPE_BF16, s->config->data.seq_len, rows, features.stride / rows);
 }
 
+static float *take_state(const struct step *step, struct arena *arena, enum state_array array,
+                         const char *name)
+{
+    int64_t elements = state_elements(&step->state, array);
+    return arena_take(arena, "optimizer", name, DTYPE_F32, elements, 1, 1);
+}
+
 static void plan_state(struct step *step, struct arena *arena)
 {
     const struct step_setup *s = &step->setup;
-    int64_t elements = s->params->elements, own = ownership_elements(s->ownership, s->params);
+    int64_t elements = s->params->elements;
     enum dtype type = compute_type(s);
     bool shared = ownership_shared(s->ownership);
-    step->master = arena_take(arena, "optimizer", "master", DTYPE_F32, own, 1, 1);
+    step->state = (struct state_layout){s->params, s->ownership, &s->config->optimizer};
+    step->master = take_state(step, arena, STATE_MASTER, "master");
     step->weights = step->master;
     if (type != DTYPE_F32 || shared)
         step->weights = arena_take(arena, "weights", "weights", type, elements, 1, 1);
@@ -52,8 +60,8 @@ static void plan_state(struct step *step, struct arena *arena)
         step->norms =
             arena_take(arena, "weights", "norms", DTYPE_F32, s->params->norm_elements, 1, 1);
     if (s->training) {
-        step->m = arena_take(arena, "optimizer", "adam_m", DTYPE_F32, own, 1, 1);
-        step->v = arena_take(arena, "optimizer", "adam_v", DTYPE_F32, own, 1, 1);
+        step->m = take_state(step, arena, STATE_M, "adam_m");
+        step->v = take_state(step, arena, STATE_V, "adam_v");
         step->grads = arena_take(arena, "gradients", "grads", DTYPE_F32, elements, 1, 1);
         step->squares =
             arena_take(arena, "gradients", "squares", DTYPE_F64, (int64_t)s->params->count, 1, 1);
@@ -132,11 +140,16 @@ static void plan_model(struct step *step, struct arena *arena)
         .norm = step->norm,
     };
     // The loss runs between a group's forward and backward pass and leaves nothing but the gradient of
-    // the hidden states: it shares memory with what only these passes use.
-    arena_union_begin(arena, "passes or loss");
+    // the hidden states: it shares memory with what only these passes use. The update runs after all passes.
+    bool muon = s->training && config->optimizer.kind == OPTIMIZER_MUON;
+    arena_union_begin(arena, muon ? "passes, loss or update" : "passes or loss");
     drafter_plan_scratch(&step->drafter, arena);
     arena_union_next(arena);
     loss_plan(&step->loss, &loss, arena);
+    if (muon) {
+        arena_union_next(arena);
+        muon_plan(&step->muon, &config->optimizer, s->params, compute_type(s), arena);
+    }
     arena_union_end(arena);
 }
 

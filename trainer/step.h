@@ -1,4 +1,4 @@
-// One optimizer step: rows in, gradients summed over micro-steps and anchor groups, one AdamW update.
+// One optimizer step: rows in, gradients summed over micro-steps and anchor groups, one update.
 // Owns the model's memory on the backend, planned and taken once. The same object scores rows for
 // validation.
 #ifndef TRAINER_STEP_H
@@ -9,6 +9,7 @@
 #include "loss/loss.h"
 #include "trainer/execution.h"
 #include "trainer/model_state.h"
+#include "trainer/muon.h"
 #include "trainer/ownership.h"
 #include "trainer/ranks.h"
 #include "trainer/release.h"
@@ -53,7 +54,9 @@ struct step {
     void *weights; // [params->elements] compute dtype; on one rank in fp32 the masters themselves
     float *grads;  // [params->elements]
     float *norms;  // [params->norm_elements] for several ranks that compute in bf16; else NULL
-    float *master, *m, *v;             // [ownership's elements]: on one rank [params->elements]
+    struct state_layout state;
+    float *master, *m, *v;             // [state_elements of each]
+    struct muon muon;                  // where the config says so
     void *embed, *head;                // frozen, compute dtype
     float *norm;                       // [H] fp32, frozen
     struct transfer transfer;          // of target and state

@@ -36,11 +36,6 @@ void step_load_frozen(struct step *step, const struct target_tensor *tensor, voi
                 convert_frozen, &frozen);
 }
 
-static size_t own_bytes(const struct step *step)
-{
-    return (size_t)ownership_elements(step->setup.ownership, step->setup.params) * sizeof(float);
-}
-
 // An own tensor's weights, from its master.
 static void make_tensor(struct step *step, size_t i)
 {
@@ -88,14 +83,20 @@ static void make_weights(struct step *step)
     backend->sync(step->stream);
 }
 
+static void load_array(struct step *step, enum state_array array, float *to,
+                       const struct model_state *state, float *from)
+{
+    size_t bytes = state_bytes(&step->state, array);
+    BUG_UNLESS(state_bytes(&state->layout, array) == bytes);
+    transfer_in(&step->transfer, to, bytes, transfer_copy, from);
+}
+
 void step_load(struct step *step, const struct model_state *state)
 {
-    size_t bytes = own_bytes(step);
-    BUG_UNLESS(model_state_bytes(state) == bytes);
-    transfer_in(&step->transfer, step->master, bytes, transfer_copy, state->master);
+    load_array(step, STATE_MASTER, step->master, state, state->master);
     if (step->setup.training) {
-        transfer_in(&step->transfer, step->m, bytes, transfer_copy, state->m);
-        transfer_in(&step->transfer, step->v, bytes, transfer_copy, state->v);
+        load_array(step, STATE_M, step->m, state, state->m);
+        load_array(step, STATE_V, step->v, state, state->v);
     }
     make_weights(step);
 }
@@ -133,9 +134,9 @@ void step_initialize(struct step *step, const struct release *release)
 {
     const struct backend *backend = step->setup.backend;
     struct initial initial = {step, release, 0};
-    size_t bytes = own_bytes(step);
-    backend->zero(step->stream, step->m, bytes);
-    backend->zero(step->stream, step->v, bytes);
+    size_t bytes = state_bytes(&step->state, STATE_MASTER);
+    backend->zero(step->stream, step->m, state_bytes(&step->state, STATE_M));
+    backend->zero(step->stream, step->v, state_bytes(&step->state, STATE_V));
     if (ownership_shared(step->setup.ownership)) {
         backend->zero(step->stream, step->master, bytes);
         backend->sync(step->stream);
@@ -167,15 +168,21 @@ static void save_served(struct step *step, bf16 *served)
     free(values);
 }
 
+static void save_array(struct step *step, enum state_array array, const float *from,
+                       const struct model_state *state, float *to)
+{
+    size_t bytes = state_bytes(&step->state, array);
+    BUG_UNLESS(state_bytes(&state->layout, array) == bytes);
+    transfer_out(&step->transfer, from, bytes, to);
+}
+
 void step_save(struct step *step, struct model_state *state)
 {
-    size_t bytes = own_bytes(step);
-    BUG_UNLESS(model_state_bytes(state) == bytes);
     step_exchange_settle(step);
     step->setup.backend->sync(step->stream);
-    transfer_out(&step->transfer, step->master, bytes, state->master);
-    transfer_out(&step->transfer, step->m, bytes, state->m);
-    transfer_out(&step->transfer, step->v, bytes, state->v);
+    save_array(step, STATE_MASTER, step->master, state, state->master);
+    save_array(step, STATE_M, step->m, state, state->m);
+    save_array(step, STATE_V, step->v, state, state->v);
     if (state->served != NULL)
         save_served(step, state->served);
 }

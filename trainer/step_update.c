@@ -1,8 +1,9 @@
-// Owns the update: the norm of the gradient, clipping, AdamW on the tensors that this rank owns.
+// Owns the update: the norm of the gradient, clipping, AdamW or Muon (muon.c) on the tensors that this rank owns.
 #include <math.h>
 #include <stdio.h>
 
 #include "trainer/step.h"
+#include "trainer/update_rule.h"
 
 static void lap(struct step *step, enum step_part part)
 {
@@ -59,19 +60,18 @@ struct update {
     int64_t applied_step;
 };
 
-static void update_tensor(struct step *step, const struct update *update, size_t i)
+static void update_by_adamw(struct step *step, const struct update *update, size_t i)
 {
     const struct optimizer_config *o = &step->setup.config->optimizer;
     const struct param *param = &step->setup.params->items[i];
-    int64_t own = ownership_offset(step->setup.ownership, step->setup.params, i);
     enum dtype type;
     void *weights = step_weights_of(step, i, &type);
     step->setup.backend->kernels->adamw(
         step->stream,
         &(struct adamw){.count = param->count,
-                        .param = step->master + own,
-                        .m = step->m + own,
-                        .v = step->v + own,
+                        .param = step->master + state_offset(&step->state, STATE_MASTER, i),
+                        .m = step->m + state_offset(&step->state, STATE_M, i),
+                        .v = step->v + state_offset(&step->state, STATE_V, i),
                         .grad = step->grads + param->offset,
                         .copy = step->weights != (void *)step->master ? weights : NULL,
                         .copy_type = type,
@@ -79,9 +79,38 @@ static void update_tensor(struct step *step, const struct update *update, size_t
                         .beta1 = o->betas.items[0],
                         .beta2 = o->betas.items[1],
                         .eps = o->eps,
-                        .weight_decay = param->norm ? 0.0 : o->weight_decay,
+                        .weight_decay = update_weight_decay(o, param),
                         .grad_scale = update->grad_scale,
                         .step = update->applied_step});
+}
+
+static void update_by_muon(struct step *step, const struct update *update, size_t i)
+{
+    const struct optimizer_config *o = &step->setup.config->optimizer;
+    const struct param *param = &step->setup.params->items[i];
+    enum dtype type;
+    void *weights = step_weights_of(step, i, &type);
+    muon_apply(
+        &step->muon, o, step->setup.backend, step->stream,
+        &(struct muon_tensor){.rows = param->shape[0],
+                              .columns = param->shape[1],
+                              .param = step->master + state_offset(&step->state, STATE_MASTER, i),
+                              .m = step->m + state_offset(&step->state, STATE_M, i),
+                              .grad = step->grads + param->offset,
+                              .copy = step->weights != (void *)step->master ? weights : NULL,
+                              .copy_type = type,
+                              .lr = update->lr * update_lr_share(o, param),
+                              .weight_decay = update_weight_decay(o, param),
+                              .grad_scale = update->grad_scale});
+}
+
+static void update_tensor(struct step *step, const struct update *update, size_t i)
+{
+    const struct step_setup *s = &step->setup;
+    if (update_is_muon(&s->config->optimizer, &s->params->items[i]))
+        update_by_muon(step, update, i);
+    else
+        update_by_adamw(step, update, i);
 }
 
 // Part after part, in the order in which the next forward pass reads them: a part travels while the next

@@ -15,6 +15,7 @@
 #include "trainer/resume.h"
 #include "trainer/schedule.h"
 #include "trainer/session.h"
+#include "trainer/update_rule.h"
 #include "version.h"
 
 // A growing array of 4-byte elements.
@@ -66,7 +67,7 @@ struct trace {
     float *grads;
     struct step_outcome outcome;
     double lr;
-    float decay;      // of matrices
+    float *decay;     // [params]
     bool left_behind; // a reader is, and may use the session
 };
 
@@ -215,26 +216,31 @@ static void add_row(struct trace_file *file, int64_t r, const struct trace_row *
 }
 
 // One flat array under PREFIX.NAME for every parameter.
-static void add_params(struct trace_file *file, const char *prefix, const struct params *params,
-                       const float *flat)
+static void add_params(struct trace_file *file, const char *prefix,
+                       const struct state_layout *layout, enum state_array array, const float *flat)
 {
+    const struct params *params = layout->params;
     for (size_t i = 0; i < params->count; i++) {
+        if (!state_has(layout, array, i))
+            continue;
         const struct param *param = &params->items[i];
         char name[128];
         snprintf(name, sizeof(name), "%s.%s", prefix, param->name);
-        add(file, name, DTYPE_F32, param->dims, param->shape, flat + param->offset);
+        add(file, name, DTYPE_F32, param->dims, param->shape,
+            flat + state_offset(layout, array, i));
     }
 }
 
 static void add_decay(struct trace_file *file, struct trace *trace)
 {
-    static const float none = 0.0f;
-    trace->decay = (float)trace->config.optimizer.weight_decay;
-    for (size_t i = 0; i < trace->session.params.count; i++) {
-        const struct param *param = &trace->session.params.items[i];
+    const struct params *params = &trace->session.params;
+    trace->decay = memory_alloc(params->count, sizeof(*trace->decay));
+    for (size_t i = 0; i < params->count; i++) {
+        const struct param *param = &params->items[i];
         char name[128];
         snprintf(name, sizeof(name), "decay.%s", param->name);
-        add_vector(file, name, DTYPE_F32, 1, param->norm ? &none : &trace->decay);
+        trace->decay[i] = (float)update_weight_decay(&trace->config.optimizer, param);
+        add_vector(file, name, DTYPE_F32, 1, &trace->decay[i]);
     }
 }
 
@@ -277,12 +283,12 @@ static int write_file(struct trace *trace, const char *path, struct error *err)
     for (int c = 0; c < COLUMN_COUNT; c++)
         add_vector(&file, column_name(trace, c), c < COLUMN_WEIGHT ? DTYPE_I32 : DTYPE_F32,
                    (int64_t)trace->columns[c].count, trace->columns[c].bytes);
-    const struct params *params = &trace->session.params;
-    add_params(&file, "param", params, trace->before.master);
-    add_params(&file, "grad", params, trace->grads);
-    add_params(&file, "updated", params, trace->after.master);
-    add_params(&file, "adam_m", params, trace->before.m);
-    add_params(&file, "adam_v", params, trace->before.v);
+    const struct state_layout *layout = &trace->before.layout;
+    add_params(&file, "param", layout, STATE_MASTER, trace->before.master);
+    add_params(&file, "grad", layout, STATE_MASTER, trace->grads);
+    add_params(&file, "updated", layout, STATE_MASTER, trace->after.master);
+    add_params(&file, "adam_m", layout, STATE_M, trace->before.m);
+    add_params(&file, "adam_v", layout, STATE_V, trace->before.v);
     add_decay(&file, trace);
     add_vector(&file, "scalar.loss", DTYPE_F64, 1, &loss);
     add_vector(&file, "scalar.weight_sum", DTYPE_F64, 1, &metrics->weight);
@@ -383,8 +389,9 @@ static int run_trace(struct trace *trace, const struct options *options, struct 
     const struct params *params = &trace->session.params;
     struct step_setup setup = session_step_setup(&trace->session, true);
     struct step_observer observer = {trace, keep_row, keep_group};
-    model_state_open(&trace->before, params);
-    model_state_open(&trace->after, params);
+    const struct state_layout layout = {params, NULL, &trace->config.optimizer};
+    model_state_open_as(&trace->before, &layout, false);
+    model_state_open_as(&trace->after, &layout, false);
     trace->grads = memory_alloc((size_t)params->elements, sizeof(*trace->grads));
     if (load_before(trace, options, err) != 0)
         return -1;
@@ -424,6 +431,7 @@ static void close_trace(struct trace *trace)
         free(trace->columns[c].bytes);
     free(trace->rows);
     free(trace->grads);
+    free(trace->decay);
     model_state_close(&trace->before);
     model_state_close(&trace->after);
     step_close(&trace->step);

@@ -329,3 +329,39 @@ CASES |= {
         "step": 3,
     },
 }  # fmt: skip
+
+# New cases go here: a case's numbers follow from its place.
+CASES |= {
+    "muon": {
+        "config": {
+            "loss": {"kl": 1.0},
+            "optimizer": {
+                "kind": "muon",
+                "lr": 0.002,
+                "weight_decay": 0.05,
+                "grad_clip": 0.1,
+                "muon_lr": 0.02,
+                "muon_momentum": 0.9,
+                "muon_ns_steps": 5,
+                "muon_scale": "adamw_rms",
+                "muon_weight_decay": 0.1,
+            },
+        },
+        "rows": TWO_ROWS,
+        "step": 4,
+    },
+    "muon_original": {
+        "config": {
+            "loss": {"ce_data": 1.0},
+            "drafter": {"head_dim": 8},
+            "optimizer": {
+                "kind": "muon",
+                "weight_decay": 0.2,
+                "muon_momentum": 0.95,
+                "muon_ns_steps": 3,
+                "muon_scale": "original",
+            },
+        },
+        "rows": MANY,
+    },
+}

@@ -22,6 +22,7 @@ from dflash_step import TERMS, adamw, clip_factor, global_norm, inverse_frequenc
 from dflash_step import loss_term, positions_of
 from eagle3_step import anchors_of, make_step, scored_slots
 from golden_cases import BASE, BASE_EAGLE3, CASES
+from muon_step import muon, takes, weight_decay
 from trace_file import Eagle3Shape, Row, Shape, make_shape, make_target
 
 VOCAB, HIDDEN = 67, 16
@@ -227,15 +228,20 @@ def update_results(config, step, number, params, m, v):
     factor = clip_factor(norm, optimizer["grad_clip"])
     tensors = {}
     for name, p in params.items():
-        decay = optimizer["weight_decay"] if p.dim() > 1 else 0.0
+        decay, by_muon = weight_decay(optimizer, name, p), takes(optimizer, name, p)
+        grad, mean, lr = grads[name] * factor, m[name].double(), optimizer["lr"]
         new = p.double()
-        if step.weight_sum > 0:
+        if step.weight_sum > 0 and by_muon:
+            new = muon(p.double(), grad, mean, optimizer, lr, decay)
+        elif step.weight_sum > 0:
             new = adamw(
-                p.double(), grads[name] * factor, m[name].double(), v[name].double(),
-                number, optimizer["lr"], optimizer["betas"], optimizer["eps"], decay,
+                p.double(), grad, mean, v[name].double(),
+                number, lr, optimizer["betas"], optimizer["eps"], decay,
             )  # fmt: skip
         tensors[f"param.{name}"], tensors[f"grad.{name}"] = p, grads[name].float()
-        tensors[f"adam_m.{name}"], tensors[f"adam_v.{name}"] = m[name], v[name]
+        tensors[f"adam_m.{name}"] = m[name]
+        if not by_muon:
+            tensors[f"adam_v.{name}"] = v[name]
         tensors[f"updated.{name}"] = new.float()
         tensors[f"decay.{name}"] = torch.tensor([decay], dtype=torch.float32)
     scalars = {

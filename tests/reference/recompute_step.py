@@ -18,6 +18,7 @@ import torch
 
 from dflash_step import adamw, clip_factor, global_norm, is_valid_anchor, positions_of
 from eagle3_step import anchors_of, make_step
+from muon_step import muon, takes, weight_decay
 from trace_file import Refused, Trace, make_shape, read_target
 
 
@@ -162,18 +163,21 @@ def check_update(report, trace, params, grads, weight_sum):
     lr, number = trace.scalar("lr"), int(trace.scalar("step"))
     for name, param in params.items():
         report.tensor(f"grad.{name}", traced[name], grads[name])
-        wanted = optimizer["weight_decay"] if param.dim() > 1 else 0.0
+        wanted, by_muon = weight_decay(optimizer, name, param), takes(optimizer, name, param)
         report.number(f"decay.{name}", float(decay[name]), wanted)
 
         def update(grad):
             if weight_sum == 0:
                 return param
+            if by_muon:
+                return muon(param, grad, m[name], optimizer, lr, wanted)
             return adamw(
                 param, grad, m[name], v[name], number, lr, optimizer["betas"], optimizer["eps"], wanted
             )
 
         got = trace.real(f"updated.{name}")
-        report.tensor(f"updated.{name}", got, update(grads[name] * factor), sign_floor(report, grads[name], v[name], lr))
+        floor = 0.0 if by_muon else sign_floor(report, grads[name], v[name], lr)
+        report.tensor(f"updated.{name}", got, update(grads[name] * factor), floor)
         # The change alone, from the trace's gradient: the optimizer by itself. What rounding the new
         # parameter to fp32 costs is no fault of it.
         change = update(traced[name] * traced_factor) - param

@@ -126,8 +126,8 @@ static struct counters counters_at(int64_t step)
 void drafter_fixture_fill(struct model_state *state, int64_t step)
 {
     float *arrays[] = {state->master, state->m, state->v};
-    for (size_t p = 0; p < state->params->count; p++) {
-        const struct param *param = &state->params->items[p];
+    for (size_t p = 0; p < state->layout.params->count; p++) {
+        const struct param *param = &state->layout.params->items[p];
         for (int a = 0; a < 3; a++)
             for (int64_t i = param->offset; i < param->offset + param->count; i++)
                 arrays[a][i] = value_at(step, a, i);
@@ -150,9 +150,9 @@ void drafter_fixture_write(const struct drafter_fixture *fixture, const char *di
 bool drafter_fixture_matches(const struct model_state *state, int64_t step)
 {
     struct model_state wanted;
-    model_state_open(&wanted, state->params);
+    model_state_open(&wanted, state->layout.params);
     drafter_fixture_fill(&wanted, step);
-    size_t bytes = (size_t)state->params->elements * sizeof(float);
+    size_t bytes = (size_t)state->layout.params->elements * sizeof(float);
     bool same = memcmp(state->master, wanted.master, bytes) == 0 &&
                 memcmp(state->m, wanted.m, bytes) == 0 && memcmp(state->v, wanted.v, bytes) == 0 &&
                 memcmp(&state->counters, &wanted.counters, sizeof(wanted.counters)) == 0;

@@ -685,6 +685,9 @@ static const struct kernel_op ops[] = {
     {"adamw", adamw_build, adamw_expect, adamw_call, no_flops},
     {"sum_squares", sum_squares_build, sum_squares_expect, sum_squares_call, no_flops},
     {"convert", convert_build, convert_expect, convert_call, no_flops},
+    {"muon_momentum", muon_momentum_build, muon_momentum_expect, muon_momentum_call, no_flops},
+    {"muon_normalise", muon_normalise_build, muon_normalise_expect, muon_normalise_call, no_flops},
+    {"muon_update", muon_update_build, muon_update_expect, muon_update_call, no_flops},
 };
 
 const struct kernel_op *kernel_op_find(const char *name)

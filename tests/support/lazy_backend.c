@@ -102,6 +102,9 @@ LAZY_OP(mask_rows, mask_rows)
 LAZY_OP(adamw, adamw)
 LAZY_OP(sum_squares, sum_squares)
 LAZY_OP(convert, convert)
+LAZY_OP(muon_momentum, muon_momentum)
+LAZY_OP(muon_normalise, muon_normalise)
+LAZY_OP(muon_update, muon_update)
 
 static void copy(struct stream *stream, void *to, const void *from, size_t bytes)
 {

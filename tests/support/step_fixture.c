@@ -209,7 +209,8 @@ void step_fixture_resolve(struct step_fixture *f, const int64_t *layer_ids, int6
     f->execution.threads = 1; // more is slower for tensors this small
     if (wrapped.on.generic)
         snprintf(f->execution.kernels, sizeof(f->execution.kernels), "generic");
-    model_state_open(&f->state, &f->params);
+    const struct state_layout layout = {&f->params, NULL, &f->config.optimizer};
+    model_state_open_as(&f->state, &layout, false);
 }
 
 void step_fixture_init(struct step_fixture *f, const struct step_fixture_options *options)
