@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Speculative decoding with an exported DFlash drafter: a reference, one text at a time.
+"""Speculative decoding with an exported drafter, DFlash or EAGLE-3: a reference, one text at a time.
 
     decode.py --model DIR --drafter EXPORT prompts.jsonl          prompts as for extract.py
     decode.py --model DIR --drafter EXPORT --shard val-00000.h5   the prompts of a shard's documents
@@ -37,7 +37,7 @@ def build_parser():
     add("--max-new-tokens", type=int, default=256, help="longest answer (with --shard: the document's)")
     add("--temperature", type=float, default=0.0, help="0: greedy; above: speculative sampling")
     add("--seed", type=int, default=1, help="of sampling; every text has its own stream")
-    add("--drafts", type=int, metavar="N", help="make N drafts a block, as servers do when told so (default: block_size - 1)")
+    add("--drafts", type=int, metavar="N", help="make N drafts a block, as servers do when told so (default: block_size - 1; EAGLE-3: what the export says)")
     add("--plain", action="store_true", help="with --shard: decode without the drafter too, to compare the speed")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float32"],
         help="of target and drafter; auto: fp32 on a CPU, the target's own on a GPU")
@@ -156,7 +156,7 @@ class Decoding:
     def __init__(self, args, target, tokenizer, drafter, runner):
         self.args, self.target, self.tokenizer = args, target, tokenizer
         self.drafter, self.runner = drafter, runner
-        self.totals = Totals(drafter.block_size - 1)
+        self.totals = Totals(drafter.draft_count)
         self.end_ids = frozenset(target.end_ids(tokenizer))
 
     def run(self, blocks_file):
@@ -216,14 +216,14 @@ class Decoding:
 
 def run(args):
     import torch
-    from dtrain_tools.dflash_drafter import Drafter
+    from dtrain_tools.exported_drafter import open_drafter
     from dtrain_tools.speculation import Runner
     from dtrain_tools.target_model import Target, load_tokenizer
     if args.threads:
         torch.set_num_threads(args.threads)
     tokenizer = load_tokenizer(args.model, args.gguf)
     target = Target(args.model, args.gguf, args.device, args.dtype)
-    drafter = Drafter(args.drafter, target, target.dtype, args.drafts)
+    drafter = open_drafter(args.drafter, target, target.dtype, args.drafts)
     decoding = Decoding(args, target, tokenizer, drafter, Runner(target, drafter.layer_ids, args.bf16_features))
     if not args.blocks_out:
         return decoding.run(None)

@@ -217,10 +217,10 @@ class Eagle3Step(Step):
             self.overlap[m] = overlap_of(full.softmax(-1)[:, self.kept], student.softmax(-1))
 
     def _weigh(self):
-        """Weights: masked where the target's own answer is outside the draft vocabulary."""
+        """Weights: masked where the target's own answer is outside the draft vocabulary; without a teacher the label."""
         self.weight = torch.tensor([s.weight for s in self.slots], dtype=torch.float64)
-        if self.loss["out_of_vocab"] == "masked" and self.has_teacher:
-            self.weight = self.weight * (self.draft_of[self.teacher_argmax] >= 0)
+        if self.loss["out_of_vocab"] == "masked" and len(self.kept) < len(self.draft_of):
+            self.weight = self.weight * ((self.draft_of[self.teacher_argmax] if self.has_teacher else self.labels) >= 0)
         self._total()
 
     def _loss_backward(self, m, hidden):

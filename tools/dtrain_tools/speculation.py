@@ -138,16 +138,16 @@ def speculate(runner, drafter, prompt, limit, end_ids, chooser):
     runner.forget()
     drafter.forget()
     logits, states = runner.see(prompt)
-    drafter.see(states)
+    drafter.see(states, prompt)
     text, blocks = [chooser.token(logits[-1])], []
     while len(text) < limit and text[-1] not in end_ids:
         anchor = len(prompt) + len(text) - 1
-        drafts, chances = chooser.drafts(drafter.slots(text[-1]))
+        drafts, chances = drafter.drafts(text[-1], chooser)
         logits, states = runner.see([text[-1], *drafts])
         chosen = chooser.verify(drafts, chances, logits)
         accepted = len(chosen) - 1
         runner.drop(len(drafts) - accepted)
-        drafter.see(states[:accepted + 1])
+        drafter.see(states[:accepted + 1], [text[-1], *drafts[:accepted]])
         fresh = cut(chosen, limit - len(text), end_ids)
         blocks.append(Block(anchor, min(accepted, len(fresh)), len(drafts)))
         text += fresh

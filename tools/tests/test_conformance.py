@@ -142,8 +142,8 @@ class Trained(Case):
             self.assertEqual(ours[name], other[name], name)
 
     def test_faults_name_the_file(self):
-        with self.assertRaisesRegex(InputError, "speculators_model_type is 'eagle3'"):
-            read_export_config(self.write("eagle", "config.json", {"speculators_model_type": "eagle3"}))
+        with self.assertRaisesRegex(InputError, "speculators_model_type is 'peagle'"):
+            read_export_config(self.write("eagle", "config.json", {"speculators_model_type": "peagle"}))
         with self.assertRaisesRegex(InputError, "config.json: no .*rope_theta"):
             read_export_config(self.write("short", "config.json", {**ZLAB, "rope_theta": None}))
 

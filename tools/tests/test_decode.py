@@ -441,13 +441,16 @@ class Split:
     """The drafter's face of a Table: seeing context is not its target's business."""
 
     def __init__(self, table):
-        self.slots = table.slots
+        self.table = table
 
     def forget(self):
         pass
 
-    def see(self, _):
+    def see(self, _, ids):
         pass
+
+    def drafts(self, anchor, chooser):
+        return chooser.drafts(self.table.slots(anchor))
 
 
 if __name__ == "__main__":
