@@ -1,9 +1,14 @@
 // Owns the choice between the implementations of attention on CUDA.
+#include <math.h>
+
 #include "kernels/attention_internal.cuh"
+
+enum { LSE_THREADS = 256 };
 
 static void check(const struct attention *op)
 {
-    BUG_UNLESS(op->rows % op->block_size == 0 && op->heads % op->kv_heads == 0);
+    BUG_UNLESS(op->block_size == 0 || op->rows % op->block_size == 0);
+    BUG_UNLESS(op->heads % op->kv_heads == 0);
     BUG_UNLESS(op->head_dim <= ATTENTION_MOST_HEAD_DIM && op->kv_heads <= UINT16_MAX);
     BUG_UNLESS(op->context <= INT32_MAX / 2 && op->rows <= INT32_MAX / 2);
 }
@@ -40,21 +45,56 @@ void attention_forward_cuda(struct stream *stream, const struct attention *op)
         attention_forward_mma(stream, op);
 }
 
+// lse, but 0 of rows that see nothing: of -inf their scores, which are -inf, would give NaN.
+static __global__ void __launch_bounds__(LSE_THREADS) lse_kernel(struct attention op, float *lse)
+{
+    int64_t at = (int64_t)blockIdx.x * LSE_THREADS + threadIdx.x;
+    if (at < op.rows * op.heads)
+        lse[at] = op.lse[at] == -INFINITY ? 0.0f : op.lse[at];
+}
+
+static void backward_mma(struct stream *stream, const struct attention *op)
+{
+    attention_delta(stream, op);
+    bool hopper = attention_fits_hopper(stream, op);
+    if (hopper)
+        attention_dq_hopper(stream, op);
+    else
+        attention_dq(stream, op);
+    if (op->block_size == 0 && op->context == 0)
+        return; // no keys
+    if (hopper)
+        attention_dkv_hopper(stream, op);
+    else
+        attention_dkv(stream, op);
+}
+
+// Without blocks a row may see nothing: then lse is a copy, in the first part of the workspace.
+static void backward_loose(struct stream *stream, const struct attention *op)
+{
+    struct stream rest = *stream;
+    struct attention loose = *op;
+    int64_t count = op->rows * op->heads;
+    size_t bytes = (size_t)divide_up(count, LSE_THREADS) * LSE_THREADS * sizeof(float);
+    BUG_UNLESS(bytes <= stream->workspace_bytes);
+    loose.lse = (float *)stream->workspace;
+    rest.workspace = (char *)stream->workspace + bytes;
+    rest.workspace_bytes -= bytes;
+    lse_kernel<<<grid_size(divide_up(count, LSE_THREADS)), LSE_THREADS, 0, stream->cuda>>>(
+        *op, loose.lse);
+    launch_check();
+    backward_mma(&rest, &loose);
+}
+
 void attention_backward_cuda(struct stream *stream, const struct attention *op)
 {
     check(op);
     if (op->rows == 0)
         return;
-    if (!fits_mma(op)) {
+    if (!fits_mma(op))
         attention_backward_plain(stream, op);
-        return;
-    }
-    attention_delta(stream, op);
-    if (attention_fits_hopper(stream, op)) {
-        attention_dq_hopper(stream, op);
-        attention_dkv_hopper(stream, op);
-    } else {
-        attention_dq(stream, op);
-        attention_dkv(stream, op);
-    }
+    else if (op->block_size == 0)
+        backward_loose(stream, op);
+    else
+        backward_mma(stream, op);
 }

@@ -28,7 +28,7 @@ dq_step(const struct key_step &step, bool whole, const struct row_spans<WARPS * 
     multiply_fragments<MT, NT, D / 8, KEYS>(dq, score, tiles.keys);
 }
 
-template <int D, int MT, int KEYS, int STAGES, int CTAS>
+template <int D, int MT, int KEYS, int STAGES, int CTAS, bool LOOSE>
 static __global__ void __launch_bounds__(THREADS, CTAS)
     dq_kernel(struct attention op, struct query_matrix q)
 {
@@ -44,7 +44,7 @@ static __global__ void __launch_bounds__(THREADS, CTAS)
     int kv_head = (int)(blockIdx.x % op.kv_heads);
     int first = (int)((gridDim.x - 1 - blockIdx.x) / op.kv_heads) * ROWS;
     load_queries<ROWS, D, THREADS>(op, q, kv_head, first, tiles.query, op.q, tiles.dout, op.dout);
-    spans_load<ROWS>(op, q, first, threadIdx.x, THREADS, &rows);
+    spans_load<ROWS, LOOSE>(op, q, first, threadIdx.x, THREADS, &rows);
     struct row_statistics<MT> statistics =
         statistics_of<MT>(op, q, kv_head, first + threadIdx.x / WARP * MT * 16);
     __syncthreads();
@@ -55,12 +55,12 @@ static __global__ void __launch_bounds__(THREADS, CTAS)
             context = b;
     }
     __syncthreads();
-    struct span_bounds own = spans_bounds<ROWS>(rows.own);
+    struct key_step step = first_step<ROWS, LOOSE>(context, rows);
     float dq[MT][D / 8][4], factor = op.scale * log2_e;
     clear<MT, D / 8>(dq);
 
-    struct key_step step = {true, true, own.begin, own.end};
-    load_step<D, KEYS>(op, kv_head, step, stages, stages + TILE);
+    if (!LOOSE || step.there)
+        load_step<D, KEYS>(op, kv_head, step, stages, stages + TILE);
     for (uint32_t stage = 0; step.there;) {
         struct key_step next = step_after<ROWS, KEYS>(step, context, rows);
         tiles.keys = stages + stage * 2 * TILE;
@@ -80,6 +80,10 @@ static __global__ void __launch_bounds__(THREADS, CTAS)
         }
         step = next;
     }
+    if (LOOSE) {
+        copies_wait(); // of the queries, where there was no step
+        __syncthreads();
+    }
     float scale[MT][2];
 #pragma unroll
     for (int i = 0; i < MT; i++)
@@ -90,7 +94,7 @@ static __global__ void __launch_bounds__(THREADS, CTAS)
 
 // A CTA for each tile of queries and key head. Shared memory: queries, dout, STAGES times keys and
 // values, spans; 66 KiB at D 64, 98 KiB at D 96 to 256.
-template <int D, int MT, int KEYS, int STAGES, int CTAS>
+template <int D, int MT, int KEYS, int STAGES, int CTAS, bool LOOSE>
 static void dq_launch(struct stream *stream, const struct attention *op)
 {
     constexpr int ROWS = WARPS * MT * 16;
@@ -99,8 +103,8 @@ static void dq_launch(struct stream *stream, const struct attention *op)
     static_assert(bytes <= 99 << 10, "what every device has");
     struct query_matrix q = query_matrix_make(op);
     unsigned ctas = grid_size(divide_up(q.count, ROWS) * op->kv_heads);
-    allow_shared(dq_kernel<D, MT, KEYS, STAGES, CTAS>, bytes);
-    dq_kernel<D, MT, KEYS, STAGES, CTAS><<<ctas, THREADS, bytes, stream->cuda>>>(*op, q);
+    allow_shared(dq_kernel<D, MT, KEYS, STAGES, CTAS, LOOSE>, bytes);
+    dq_kernel<D, MT, KEYS, STAGES, CTAS, LOOSE><<<ctas, THREADS, bytes, stream->cuda>>>(*op, q);
     launch_check();
 }
 
@@ -146,14 +150,22 @@ void attention_delta(struct stream *stream, const struct attention *op)
         delta_launch<32>(stream, op);
 }
 
-void attention_dq(struct stream *stream, const struct attention *op)
+template <bool LOOSE> static void dq_choose(struct stream *stream, const struct attention *op)
 {
     if (op->head_dim == 64)
-        dq_launch<64, 2, 32, 2, 2>(stream, op);
+        dq_launch<64, 2, 32, 2, 2, LOOSE>(stream, op);
     else if (op->head_dim == 96)
-        dq_launch<96, 2, 32, 2, 2>(stream, op);
+        dq_launch<96, 2, 32, 2, 2, LOOSE>(stream, op);
     else if (op->head_dim == 128)
-        dq_launch<128, 2, 32, 2, 2>(stream, op);
+        dq_launch<128, 2, 32, 2, 2, LOOSE>(stream, op);
     else
-        dq_launch<256, 1, 32, 1, 2>(stream, op);
+        dq_launch<256, 1, 32, 1, 2, LOOSE>(stream, op);
+}
+
+void attention_dq(struct stream *stream, const struct attention *op)
+{
+    if (op->block_size == 0)
+        dq_choose<true>(stream, op);
+    else
+        dq_choose<false>(stream, op);
 }

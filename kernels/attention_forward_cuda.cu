@@ -34,7 +34,7 @@ template <int D, int MT, int KEYS, int STAGES> static constexpr int forward_byte
            (int)sizeof(struct row_spans<WARPS * MT * 16>) + (int)sizeof(struct span_bounds);
 }
 
-template <int D, int MT, int KEYS, int STAGES, int CTAS>
+template <int D, int MT, int KEYS, int STAGES, int CTAS, bool LOOSE>
 static __global__ void __launch_bounds__(THREADS, CTAS)
     forward_kernel(struct attention op, struct query_matrix q)
 {
@@ -47,7 +47,7 @@ static __global__ void __launch_bounds__(THREADS, CTAS)
     int kv_head = (int)(blockIdx.x % op.kv_heads);
     int first = (int)((gridDim.x - 1 - blockIdx.x) / op.kv_heads) * ROWS;
     load_queries<ROWS, D, THREADS>(op, q, kv_head, first, query, op.q, 0, NULL);
-    spans_load<ROWS>(op, q, first, threadIdx.x, THREADS, &rows);
+    spans_load<ROWS, LOOSE>(op, q, first, threadIdx.x, THREADS, &rows);
     __syncthreads();
     struct span_bounds &context = *(struct span_bounds *)(&rows + 1); // not in registers
     if (threadIdx.x < WARP) {
@@ -56,14 +56,14 @@ static __global__ void __launch_bounds__(THREADS, CTAS)
             context = b;
     }
     __syncthreads();
-    struct span_bounds own = spans_bounds<ROWS>(rows.own);
+    struct key_step step = first_step<ROWS, LOOSE>(context, rows);
     float out[MT][D / 8][4], factor = op.scale * log2_e;
     struct running<MT> r;
     clear<MT, D / 8>(out);
     running_init<MT>(&r);
 
-    struct key_step step = {true, true, own.begin, own.end};
-    load_step<D, KEYS>(op, kv_head, step, stages, stages + TILE);
+    if (!LOOSE || step.there)
+        load_step<D, KEYS>(op, kv_head, step, stages, stages + TILE);
     for (uint32_t stage = 0; step.there;) {
         struct key_step next = step_after<ROWS, KEYS>(step, context, rows);
         uint32_t keys = stages + stage * 2 * TILE;
@@ -82,34 +82,47 @@ static __global__ void __launch_bounds__(THREADS, CTAS)
         }
         step = next;
     }
+    if (LOOSE) {
+        copies_wait(); // of the queries, where there was no step
+        __syncthreads();
+    }
     float inverse[MT][2];
     int top = threadIdx.x / WARP * MT * 16;
-    running_end<MT>(op, q, kv_head, first + top, r, inverse);
+    running_end<MT, LOOSE>(op, q, kv_head, first + top, r, inverse);
     store_fragments<D, ROWS, MT>(op, q, kv_head, first, top, out, inverse, (bf16_t *)op.out,
                                  shared);
 }
 
 // A CTA for each tile of queries and key head. Shared memory: 50 KiB at D 64, 98 KiB at D 96 to 256.
-template <int D, int MT, int KEYS, int STAGES, int CTAS>
+template <int D, int MT, int KEYS, int STAGES, int CTAS, bool LOOSE>
 static void forward_launch(struct stream *stream, const struct attention *op)
 {
     constexpr int bytes = forward_bytes<D, MT, KEYS, STAGES>();
     static_assert(bytes <= 99 << 10, "what every device has");
     struct query_matrix q = query_matrix_make(op);
     unsigned ctas = grid_size(divide_up(q.count, WARPS * MT * 16) * op->kv_heads);
-    allow_shared(forward_kernel<D, MT, KEYS, STAGES, CTAS>, bytes);
-    forward_kernel<D, MT, KEYS, STAGES, CTAS><<<ctas, THREADS, bytes, stream->cuda>>>(*op, q);
+    allow_shared(forward_kernel<D, MT, KEYS, STAGES, CTAS, LOOSE>, bytes);
+    forward_kernel<D, MT, KEYS, STAGES, CTAS, LOOSE>
+        <<<ctas, THREADS, bytes, stream->cuda>>>(*op, q);
     launch_check();
+}
+
+template <bool LOOSE> static void forward_choose(struct stream *stream, const struct attention *op)
+{
+    if (op->head_dim == 64)
+        forward_launch<64, 2, 64, 2, 3, LOOSE>(stream, op);
+    else if (op->head_dim == 96)
+        forward_launch<96, 2, 64, 2, 2, LOOSE>(stream, op);
+    else if (op->head_dim == 128)
+        forward_launch<128, 2, 64, 2, 2, LOOSE>(stream, op);
+    else
+        forward_launch<256, 1, 64, 1, 2, LOOSE>(stream, op);
 }
 
 void attention_forward_mma(struct stream *stream, const struct attention *op)
 {
-    if (op->head_dim == 64)
-        forward_launch<64, 2, 64, 2, 3>(stream, op);
-    else if (op->head_dim == 96)
-        forward_launch<96, 2, 64, 2, 2>(stream, op);
-    else if (op->head_dim == 128)
-        forward_launch<128, 2, 64, 2, 2>(stream, op);
+    if (op->block_size == 0)
+        forward_choose<true>(stream, op);
     else
-        forward_launch<256, 1, 64, 1, 2>(stream, op);
+        forward_choose<false>(stream, op);
 }

@@ -67,16 +67,20 @@ static __device__ __forceinline__ bool item_next(const struct attention &op,
     return i < cursor->tiles * heads;
 }
 
-// The blocks' own keys of an item, without a look at what is in memory.
+// The blocks' own keys of an item, without a look at what is in memory. Loose rows have none, and begin
+// with what their spans say.
+template <bool LOOSE>
 static __device__ __forceinline__ struct key_step own_step(const struct attention &op,
                                                            const struct item &item)
 {
+    if (LOOSE)
+        return {false, false, 0, 0};
     int size = (int)op.block_size, last = row_of(item.rows, item.rows.count - 1);
     return {true, true, row_of(item.rows, item.first) / size * size, (last / size + 1) * size};
 }
 
 // The warp that fills the ring: keys, values, keys, values. One lane gives the orders.
-template <int D, int KEYS, int SLOTS, class Layout>
+template <int D, int KEYS, int SLOTS, class Layout, bool LOOSE>
 static __device__ __forceinline__ void
 produce(const struct attention &op, const struct query_matrix &q, const struct attention_maps &maps,
         bool with_dout, unsigned char *shared)
@@ -98,8 +102,13 @@ produce(const struct attention &op, const struct query_matrix &q, const struct a
                                        ring_full(items));
         }
         struct span_bounds context;
-        struct key_step step = own_step(op, item);
-        for (bool known = false; step.there;
+        struct key_step step = own_step<LOOSE>(op, item);
+        if (LOOSE) {
+            ring_wait_full(items);
+            context = spans_bounds<ROWS>(spans[items.slot].context);
+            step = context_step(context);
+        }
+        for (bool known = LOOSE; step.there;
              step = step_after<ROWS, KEYS>(step, context, spans[items.slot])) {
             if (leads) {
                 const CUtensorMap *k = step.own ? &maps.k_block : &maps.k_context;
@@ -119,7 +128,7 @@ produce(const struct attention &op, const struct query_matrix &q, const struct a
 }
 
 // The warp that writes spans.
-template <class Layout>
+template <class Layout, bool LOOSE>
 static __device__ __forceinline__ void
 produce_spans(const struct attention &op, const struct query_matrix &q, unsigned char *shared)
 {
@@ -129,7 +138,8 @@ produce_spans(const struct attention &op, const struct query_matrix &q, unsigned
     struct item_cursor cursor = items_begin(q);
     for (struct item item; item_next(op, q, &cursor, &item); ring_next(&items)) {
         ring_wait_empty(items);
-        spans_load<ROWS>(op, item.rows, item.first, threadIdx.x % WARP, WARP, &spans[items.slot]);
+        spans_load<ROWS, LOOSE>(op, item.rows, item.first, threadIdx.x % WARP, WARP,
+                                &spans[items.slot]);
         barrier_arrive(ring_full(items));
     }
 }
@@ -152,7 +162,7 @@ static __device__ __forceinline__ void barriers_make(const struct query_matrix &
 }
 
 // Whether this thread computes. Otherwise its work is done.
-template <int D, int KEYS, int SLOTS, class Layout>
+template <int D, int KEYS, int SLOTS, class Layout, bool LOOSE>
 static __device__ __forceinline__ bool
 split_roles(const struct attention &op, const struct query_matrix &q,
             const struct attention_maps &maps, bool with_dout, unsigned char *shared)
@@ -164,9 +174,9 @@ split_roles(const struct attention &op, const struct query_matrix &q,
     }
     registers_give<HOPPER_REGISTERS - 2 * REGISTERS>();
     if (threadIdx.x < WARP)
-        produce<D, KEYS, SLOTS, Layout>(op, q, maps, with_dout, shared);
+        produce<D, KEYS, SLOTS, Layout, LOOSE>(op, q, maps, with_dout, shared);
     else if (threadIdx.x < 2 * WARP)
-        produce_spans<Layout>(op, q, shared);
+        produce_spans<Layout, LOOSE>(op, q, shared);
     return false;
 }
 
@@ -183,15 +193,20 @@ forward_probabilities(const struct key_step &step, const struct span_bounds &con
 }
 
 // A warpgroup that computes. The scores of a tile are on their way while the tile before is summed up.
-template <int D, int KEYS, int SLOTS>
+template <int D, int KEYS, int SLOTS, bool LOOSE>
 static __device__ __forceinline__ void
 forward_consume(const struct attention &op, const struct row_spans<ROWS> &rows,
-                struct key_step step, uint32_t query, uint32_t slots,
+                const struct item &item, uint32_t query, uint32_t slots,
                 struct tile_ring<SLOTS> *keys_ring, int top, struct running<1> *r,
                 float (*out)[D / 8][4])
 {
     constexpr int TILE = tile_bytes<KEYS, D>();
+    struct key_step step = own_step<LOOSE>(op, item);
     struct span_bounds context = spans_bounds<ROWS>(rows.context);
+    if (LOOSE)
+        step = context_step(context);
+    if (LOOSE && !step.there)
+        return;
     struct tile_ring<SLOTS> ring = *keys_ring;
     float score[1][KEYS / 8][4], correction[1][2], factor = op.scale * log2_e;
     uint32_t p[KEYS / 16][4], full_k, full_v;
@@ -250,14 +265,19 @@ forward_consume(const struct attention &op, const struct row_spans<ROWS> &rows,
 
 // dq of a warpgroup's rows, without the scale. The sums of a tile are on their way while the scores of
 // the next are computed.
-template <int D, int KEYS, int SLOTS>
+template <int D, int KEYS, int SLOTS, bool LOOSE>
 static __device__ __forceinline__ void
-dq_consume(const struct attention &op, const struct row_spans<ROWS> &rows, struct key_step step,
+dq_consume(const struct attention &op, const struct row_spans<ROWS> &rows, const struct item &item,
            uint32_t query, uint32_t dout, uint32_t slots, struct tile_ring<SLOTS> *keys_ring,
            int top, const struct row_statistics<1> &statistics, float (*dq)[D / 8][4])
 {
     constexpr int TILE = tile_bytes<KEYS, D>();
+    struct key_step step = own_step<LOOSE>(op, item);
     struct span_bounds context = spans_bounds<ROWS>(rows.context);
+    if (LOOSE)
+        step = context_step(context);
+    if (LOOSE && !step.there)
+        return;
     struct tile_ring<SLOTS> ring = *keys_ring;
     float score[1][KEYS / 8][4], dp[1][KEYS / 8][4], factor = op.scale * log2_e;
     uint32_t ds[KEYS / 16][4], full_k, full_v, last = 0;
@@ -294,14 +314,14 @@ dq_consume(const struct attention &op, const struct row_spans<ROWS> &rows, struc
 
 #endif // HAS_WGMMA
 
-template <int D, int KEYS, int SLOTS>
+template <int D, int KEYS, int SLOTS, bool LOOSE>
 static __global__ void HOPPER_BOUNDS forward_kernel(
     struct attention op, struct query_matrix q, const __grid_constant__ struct attention_maps maps)
 {
 #if HAS_WGMMA
     typedef struct layout<D, KEYS, SLOTS, 1> Layout;
     extern __shared__ __align__(1024) unsigned char shared[];
-    if (!split_roles<D, KEYS, SLOTS, Layout>(op, q, maps, false, shared))
+    if (!split_roles<D, KEYS, SLOTS, Layout, LOOSE>(op, q, maps, false, shared))
         return;
     const struct row_spans<ROWS> *spans = (const struct row_spans<ROWS> *)(shared + Layout::SPANS);
     uint32_t base = shared_address(shared);
@@ -316,10 +336,10 @@ static __global__ void HOPPER_BOUNDS forward_kernel(
         clear<1, D / 8>(out);
         uint32_t query = base + items.slot * Layout::ITEM + group * 64 * ROW_BYTES;
         ring_wait_full(items);
-        forward_consume<D, KEYS, SLOTS>(op, spans[items.slot], own_step(op, item), query,
-                                        base + Layout::SLOT, &ring, top, &r, out);
+        forward_consume<D, KEYS, SLOTS, LOOSE>(op, spans[items.slot], item, query,
+                                               base + Layout::SLOT, &ring, top, &r, out);
         group_sync(group + 1); // out lies where all of them read queries
-        running_end<1>(op, item.rows, item.kv_head, item.first + top, r, inverse);
+        running_end<1, LOOSE>(op, item.rows, item.kv_head, item.first + top, r, inverse);
         store_fragments<D, ROWS, 1>(op, item.rows, item.kv_head, item.first, top, out, inverse,
                                     (bf16_t *)op.out, shared + items.slot * Layout::ITEM);
         copies_after_writes();
@@ -328,14 +348,14 @@ static __global__ void HOPPER_BOUNDS forward_kernel(
 #endif
 }
 
-template <int D, int KEYS, int SLOTS>
+template <int D, int KEYS, int SLOTS, bool LOOSE>
 static __global__ void HOPPER_BOUNDS dq_kernel(struct attention op, struct query_matrix q,
                                                const __grid_constant__ struct attention_maps maps)
 {
 #if HAS_WGMMA
     typedef struct layout<D, KEYS, SLOTS, 2> Layout;
     extern __shared__ __align__(1024) unsigned char shared[];
-    if (!split_roles<D, KEYS, SLOTS, Layout>(op, q, maps, true, shared))
+    if (!split_roles<D, KEYS, SLOTS, Layout, LOOSE>(op, q, maps, true, shared))
         return;
     const struct row_spans<ROWS> *spans = (const struct row_spans<ROWS> *)(shared + Layout::SPANS);
     uint32_t base = shared_address(shared);
@@ -350,9 +370,8 @@ static __global__ void HOPPER_BOUNDS dq_kernel(struct attention op, struct query
         clear<1, D / 8>(dq);
         uint32_t query = base + items.slot * Layout::ITEM + group * 64 * ROW_BYTES;
         ring_wait_full(items);
-        dq_consume<D, KEYS, SLOTS>(op, spans[items.slot], own_step(op, item), query,
-                                   query + Layout::QUERY, base + Layout::SLOT, &ring, top,
-                                   statistics, dq);
+        dq_consume<D, KEYS, SLOTS, LOOSE>(op, spans[items.slot], item, query, query + Layout::QUERY,
+                                          base + Layout::SLOT, &ring, top, statistics, dq);
         group_sync(group + 1); // dq lies where all of them read queries
         store_fragments<D, ROWS, 1>(op, item.rows, item.kv_head, item.first, top, dq, scale,
                                     (bf16_t *)op.dq, shared + items.slot * Layout::ITEM);
@@ -383,24 +402,40 @@ bool attention_fits_hopper(struct stream *stream, const struct attention *op)
     if (stream->generic || (op->head_dim != 64 && op->head_dim != 128) || group > 64)
         return false;
     cudaFuncAttributes built;
-    cuda_check(cudaFuncGetAttributes(&built, forward_kernel<128, 128, 4>));
+    cuda_check(cudaFuncGetAttributes(&built, forward_kernel<128, 128, 4, false>));
     return built.maxThreadsPerBlock >= HOPPER_THREADS;
 }
 
 // Shared memory: 196 KiB at D 128, 100 KiB at D 64.
-void attention_forward_hopper(struct stream *stream, const struct attention *op)
+template <bool LOOSE> static void forward_launch(struct stream *stream, const struct attention *op)
 {
     if (op->head_dim == 64)
-        launch(stream, op, forward_kernel<64, 128, 4>, 128, layout<64, 128, 4, 1>::BYTES);
+        launch(stream, op, forward_kernel<64, 128, 4, LOOSE>, 128, layout<64, 128, 4, 1>::BYTES);
     else
-        launch(stream, op, forward_kernel<128, 128, 4>, 128, layout<128, 128, 4, 1>::BYTES);
+        launch(stream, op, forward_kernel<128, 128, 4, LOOSE>, 128, layout<128, 128, 4, 1>::BYTES);
+}
+
+void attention_forward_hopper(struct stream *stream, const struct attention *op)
+{
+    if (op->block_size == 0)
+        forward_launch<true>(stream, op);
+    else
+        forward_launch<false>(stream, op);
 }
 
 // Shared memory: 196 KiB at D 128, 100 KiB at D 64.
-void attention_dq_hopper(struct stream *stream, const struct attention *op)
+template <bool LOOSE> static void dq_launch(struct stream *stream, const struct attention *op)
 {
     if (op->head_dim == 64)
-        launch(stream, op, dq_kernel<64, 64, 4>, 64, layout<64, 64, 4, 2>::BYTES);
+        launch(stream, op, dq_kernel<64, 64, 4, LOOSE>, 64, layout<64, 64, 4, 2>::BYTES);
     else
-        launch(stream, op, dq_kernel<128, 64, 4>, 64, layout<128, 64, 4, 2>::BYTES);
+        launch(stream, op, dq_kernel<128, 64, 4, LOOSE>, 64, layout<128, 64, 4, 2>::BYTES);
+}
+
+void attention_dq_hopper(struct stream *stream, const struct attention *op)
+{
+    if (op->block_size == 0)
+        dq_launch<true>(stream, op);
+    else
+        dq_launch<false>(stream, op);
 }

@@ -73,8 +73,10 @@ void attention_maps_make(const struct attention *op, int query_rows, int key_row
     map_queries(encode, op, &maps->q, op->q, query_rows);
     if (op->dout != NULL)
         map_queries(encode, op, &maps->dout, op->dout, query_rows);
-    map_keys(encode, op, &maps->k_block, op->k_block, packed, op->rows, key_rows);
-    map_keys(encode, op, &maps->v_block, op->v_block, op->v_block_stride, op->rows, key_rows);
+    if (op->block_size > 0) {
+        map_keys(encode, op, &maps->k_block, op->k_block, packed, op->rows, key_rows);
+        map_keys(encode, op, &maps->v_block, op->v_block, op->v_block_stride, op->rows, key_rows);
+    }
     if (op->context == 0)
         return;
     map_keys(encode, op, &maps->k_context, op->k_context, packed, op->context, key_rows);

@@ -1,7 +1,8 @@
 // Owns attention of block rows on CUDA for any shape, in fp32 arithmetic. The queries of one block that share a key
 // head are one matrix [M, D], M = B times heads per key head, row m being slot m / group and head
 // m % group. A CTA works on tiles of it and tiles of keys, those of the block first, then the context
-// that some row of the block sees. The backward pass has one kernel over tiles of queries, for dq, and
+// that some row of the block sees. Rows without blocks are taken LOOSE_ROWS at a time, as blocks that have
+// no keys. The backward pass has one kernel over tiles of queries, for dq, and
 // one over tiles of keys, for the gradients of keys and values, which goes through blocks in order: no
 // two CTAs add to the same element, and all orders are fixed.
 #include <math.h>
@@ -13,8 +14,26 @@ enum {
         16, // threads of a CTA are SIDE x SIDE; thread (y, x) has rows y + 16 i, columns x + 16 j
     THREADS = SIDE * SIDE,
     RANGE_THREADS = 128,
+    LOOSE_ROWS = 16,
     WIDE_HEAD = 256 // wider ones have no room for all four tiles of the backward pass
 };
+
+static __host__ __device__ int64_t block_rows(const struct attention &op)
+{
+    return op.block_size > 0 ? op.block_size : LOOSE_ROWS;
+}
+
+static __host__ __device__ int64_t block_count(const struct attention &op)
+{
+    return (op.rows + block_rows(op) - 1) / block_rows(op);
+}
+
+// Rows [first, end) of a block; the last one of loose rows may have less.
+static __device__ __forceinline__ int64_t block_end(const struct attention &op, int64_t block)
+{
+    int64_t end = (block + 1) * block_rows(op);
+    return end < op.rows ? end : op.rows;
+}
 
 // Context that some row of a block sees: [begin, end), empty when begin >= end.
 struct range {
@@ -48,7 +67,7 @@ struct keys {
 static __device__ __forceinline__ int64_t query_index(const struct attention &op,
                                                       const struct queries &q, int64_t m)
 {
-    int64_t row = q.block * op.block_size + m / q.group;
+    int64_t row = q.block * block_rows(op) + m / q.group;
     return row * op.heads + q.kv_head * q.group + m % q.group;
 }
 
@@ -113,7 +132,7 @@ static __device__ struct sight sight_of(const struct attention &op, const struct
                                         int64_t m)
 {
     int64_t slot = (m < q.count ? m : q.count - 1) / q.group;
-    int64_t row = q.block * op.block_size + slot;
+    int64_t row = q.block * block_rows(op) + slot;
     struct sight s;
     s.begin = op.begin[row];
     s.end = op.end[row];
@@ -232,10 +251,10 @@ static __device__ bool next_keys(const struct attention &op, const struct range 
 static __global__ void range_kernel(struct attention op, struct range *range)
 {
     int64_t block = (int64_t)blockIdx.x * RANGE_THREADS + threadIdx.x;
-    if (block >= op.rows / op.block_size)
+    if (block >= block_count(op))
         return;
     struct range r = {INT32_MAX, 0};
-    for (int64_t row = block * op.block_size; row < (block + 1) * op.block_size; row++) {
+    for (int64_t row = block * block_rows(op); row < block_end(op, block); row++) {
         int32_t begin = op.begin[row], end = op.end[row];
         bug_unless(begin >= 0 && end <= op.context);
         if (begin >= end)
@@ -253,8 +272,7 @@ template <int TILE> struct running {
 };
 
 // Scores become probabilities relative to the running max, and go to shared memory [TILE, TILE + 1];
-// out is brought to the new max. The block's own keys come first and every row sees its own, so the
-// max is never -inf.
+// out is brought to the new max, or to 0 where a row, without a block, has seen nothing yet.
 template <int TILE, int DEPTH>
 static __device__ void forward_scores(const struct attention &op, const struct keys &keys,
                                       const struct sight *sight, float (*score)[TILE / SIDE],
@@ -271,12 +289,13 @@ static __device__ void forward_scores(const struct attention &op, const struct k
             max = fmaxf(max, score[i][j]);
         }
         max = fmaxf(r->max[i], side_max(max));
-        float correction = expf(r->max[i] - max);
+        float base = max == -INFINITY ? 0.0f : max;
+        float correction = expf(r->max[i] - base);
         r->max[i] = max;
         r->sum[i] *= correction;
 #pragma unroll
         for (int j = 0; j < TILE / SIDE; j++) {
-            float p = expf(score[i][j] - max);
+            float p = expf(score[i][j] - base);
             r->sum[i] += p;
             probability[(y + SIDE * i) * (TILE + 1) + x + SIDE * j] = p;
         }
@@ -298,7 +317,7 @@ static __device__ void forward_store(const struct attention &op, const struct qu
         if (m >= q.count)
             continue;
         int64_t at = query_index(op, q, m);
-        float inverse = 1.0f / sum;
+        float inverse = sum == 0.0f && op.block_size == 0 ? 0.0f : 1.0f / sum;
         if (x == 0)
             op.lse[at] = r.max[i] + logf(sum);
 #pragma unroll
@@ -313,9 +332,9 @@ template <int TILE> static __device__ struct queries queries_of(const struct att
 {
     struct queries q;
     q.group = op.heads / op.kv_heads;
-    q.count = op.block_size * q.group;
-    int64_t tiles = (q.count + TILE - 1) / TILE;
+    int64_t tiles = (block_rows(op) * q.group + TILE - 1) / TILE;
     q.block = blockIdx.x / tiles;
+    q.count = (block_end(op, q.block) - q.block * block_rows(op)) * q.group;
     q.first = blockIdx.x % tiles * TILE;
     q.kv_head = blockIdx.y;
     return q;
@@ -359,7 +378,7 @@ static __global__ void __launch_bounds__(THREADS)
 
 static const struct range *ranges_make(struct stream *stream, const struct attention *op)
 {
-    int64_t blocks = op->rows / op->block_size;
+    int64_t blocks = block_count(*op);
     struct range *ranges = (struct range *)stream->workspace;
     BUG_UNLESS((size_t)blocks * sizeof(*ranges) <= stream->workspace_bytes);
     range_kernel<<<grid_size(divide_up(blocks, RANGE_THREADS)), RANGE_THREADS, 0, stream->cuda>>>(
@@ -371,8 +390,8 @@ static const struct range *ranges_make(struct stream *stream, const struct atten
 // Tiles of queries in all blocks, for one key head.
 static int64_t query_tiles(const struct attention *op, int64_t tile)
 {
-    int64_t count = op->block_size * (op->heads / op->kv_heads);
-    return op->rows / op->block_size * divide_up(count, tile);
+    int64_t count = block_rows(*op) * (op->heads / op->kv_heads);
+    return block_count(*op) * divide_up(count, tile);
 }
 
 // Two tiles and the probabilities: 84 KiB at TILE 64 and D 128, 70 KiB at TILE 32 and D 256, 66 KiB at
@@ -394,7 +413,7 @@ static void forward_of_type(struct stream *stream, const struct attention *op)
 {
     if (op->head_dim > WIDE_HEAD)
         forward_launch<Type, 16, ATTENTION_MOST_HEAD_DIM>(stream, op);
-    else if (op->head_dim > 128 || op->block_size * (op->heads / op->kv_heads) <= 32)
+    else if (op->head_dim > 128 || block_rows(*op) * (op->heads / op->kv_heads) <= 32)
         forward_launch<Type, 32, WIDE_HEAD>(stream, op);
     else
         forward_launch<Type, 64, 128>(stream, op);
@@ -557,8 +576,8 @@ static __device__ void add_block(const struct attention &op, int64_t block, int6
 {
     constexpr bool WIDE = DEPTH > WIDE_HEAD;
     int depth = tile_depth(op.head_dim), stride = tile_stride(op.head_dim);
-    int64_t group = op.heads / op.kv_heads;
-    struct queries q = {block, kv_head, group, 0, op.block_size * group};
+    int64_t group = op.heads / op.kv_heads, rows = block_end(op, block) - block * block_rows(op);
+    struct queries q = {block, kv_head, group, 0, rows * group};
     for (; q.first < q.count; q.first += TILE) {
         struct query_rows<TILE> rows = rows_of<TILE>(op, q);
         if (!WIDE) {
@@ -633,7 +652,7 @@ static __global__ void __launch_bounds__(THREADS)
         load_k<TILE, Type>(op, 0, kv_head, keys, t.key);
         load_v<TILE, Type>(op, 0, kv_head, keys, t.value);
     }
-    for (int64_t block = 0; block < op.rows / op.block_size; block++) {
+    for (int64_t block = 0; block < block_count(op); block++) {
         struct range range = ranges[block];
         if (range.begin < first + keys.count && range.end > first)
             add_block<Type, TILE, DEPTH>(op, block, kv_head, keys, t, dk, dv);
@@ -673,11 +692,13 @@ static void backward_launch(struct stream *stream, const struct attention *op)
     dq_kernel<Type, TILE, DEPTH><<<grid, THREADS, bytes, stream->cuda>>>(*op, ranges);
     launch_check();
 
-    int64_t slots = divide_up(op->block_size, TILE);
-    grid.x = grid_size(op->rows / op->block_size * slots);
-    allow_shared(dkv_block_kernel<Type, TILE, DEPTH>, bytes);
-    dkv_block_kernel<Type, TILE, DEPTH><<<grid, THREADS, bytes, stream->cuda>>>(*op);
-    launch_check();
+    if (op->block_size > 0) {
+        int64_t slots = divide_up(op->block_size, TILE);
+        grid.x = grid_size(op->rows / op->block_size * slots);
+        allow_shared(dkv_block_kernel<Type, TILE, DEPTH>, bytes);
+        dkv_block_kernel<Type, TILE, DEPTH><<<grid, THREADS, bytes, stream->cuda>>>(*op);
+        launch_check();
+    }
 
     if (op->context == 0)
         return;

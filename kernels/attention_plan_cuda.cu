@@ -48,7 +48,8 @@ struct attention_plan attention_plan_make(struct stream *stream, const struct at
     plan.rows = rows;
     plan.query_tiles = (int32_t)divide_up(q.count, rows);
     plan.context_tiles = (int32_t)divide_up(op->context, keys);
-    int64_t items = (plan.context_tiles + divide_up(op->rows, keys)) * op->kv_heads;
+    int64_t own_tiles = op->block_size > 0 ? divide_up(op->rows, keys) : 0;
+    int64_t items = (plan.context_tiles + own_tiles) * op->kv_heads;
     BUG_UNLESS(items <= INT32_MAX);
     plan.items = (int32_t)items;
     plan.bounds = (struct span_bounds *)stream->workspace;

@@ -1,5 +1,6 @@
-// How a CTA of attention that owns a tile of queries goes over keys: those of the rows' own blocks, then
-// the context from the first key that a row sees to the last, without what lies between documents.
+// How a CTA of attention that owns a tile of queries goes over keys: those of the rows' own blocks, unless
+// the rows are LOOSE, which have none, then the context from the first key that a row sees to the last,
+// without what lies between documents.
 #ifndef KERNELS_ATTENTION_WALK_CUH
 #define KERNELS_ATTENTION_WALK_CUH
 
@@ -19,14 +20,15 @@ struct key_step {
 };
 
 // By `threads` threads, of which this one is `thread`.
-template <int ROWS>
+template <int ROWS, bool LOOSE>
 static __device__ void spans_load(const struct attention &op, const struct query_matrix &q,
                                   int first, int thread, int threads, struct row_spans<ROWS> *spans)
 {
     for (int i = thread; i < ROWS; i += threads) {
         int row = row_of(q, min(first + i, q.count - 1));
         spans->context[i] = context_span(op, row);
-        spans->own[i] = own_span(op, row);
+        if (!LOOSE)
+            spans->own[i] = own_span(op, row);
     }
 }
 
@@ -53,6 +55,22 @@ static __device__ __forceinline__ int next_seen(const struct span *spans, int fr
             next = min(next, max(s.begin, from));
     }
     return __reduce_min_sync(~0u, next);
+}
+
+// The first one of loose rows.
+static __device__ __forceinline__ struct key_step context_step(const struct span_bounds &context)
+{
+    return {false, context.begin < context.end, context.begin, context.end};
+}
+
+template <int ROWS, bool LOOSE>
+static __device__ __forceinline__ struct key_step first_step(const struct span_bounds &context,
+                                                             const struct row_spans<ROWS> &rows)
+{
+    if (LOOSE)
+        return context_step(context);
+    struct span_bounds own = spans_bounds<ROWS>(rows.own);
+    return {true, true, own.begin, own.end};
 }
 
 template <int ROWS, int KEYS>
@@ -180,7 +198,7 @@ static __device__ __forceinline__ void rescale(float (*out)[DT][4], const float 
 
 // 1 / sum of each row, for all lanes; writes lse. top: the fragment's first row, of the queries' tile
 // that begins at `first`.
-template <int MT>
+template <int MT, bool LOOSE>
 static __device__ __forceinline__ void
 running_end(const struct attention &op, const struct query_matrix &q, int kv_head, int first,
             const struct running<MT> &r, float (*inverse)[2])
@@ -191,7 +209,8 @@ running_end(const struct attention &op, const struct query_matrix &q, int kv_hea
         for (int half = 0; half < 2; half++) {
             int m = first + i * 16 + half * 8 + fragment_row();
             float sum = quad_sum(r.sum[i][half]);
-            inverse[i][half] = 1.0f / sum;
+            // A loose row may see nothing.
+            inverse[i][half] = LOOSE && sum == 0.0f ? 0.0f : 1.0f / sum;
             if (threadIdx.x % 4 == 0 && m < q.count)
                 op.lse[index_of(op, q, kv_head, m)] = r.max[i][half] * op.scale + logf(sum);
         }
