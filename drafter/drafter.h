@@ -5,12 +5,13 @@
 
 #include "data/anchors.h"
 #include "drafter/dflash.h"
+#include "drafter/eagle3.h"
 
 struct drafter {
-    int kind; // DRAFTER_DFLASH
-    struct drafter_options options;
-    const bf16 *features; // of the running row
+    struct drafter_options options; // whose sizes say which of the two it is
+    const bf16 *features;           // of the running row
     struct dflash dflash;
+    struct eagle3 eagle3;
 };
 
 // The stage of the backward pass that completes a part's gradients, and how many there are.

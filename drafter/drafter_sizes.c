@@ -1,4 +1,4 @@
-// Owns how a DFlash drafter's sizes follow from config and target, its table of tensors and its rotary
+// Owns how a drafter's sizes follow from config and target, its table of tensors and its rotary
 // table. Does not own the forward pass or the files sizes are written to.
 #include "drafter/drafter_sizes.h"
 
@@ -23,8 +23,11 @@ static double given_or_real(double value, double fallback)
 static void take_widths(struct drafter_sizes *sizes, const struct drafter_config *config,
                         const struct target *target)
 {
+    sizes->kind = config->kind;
+    sizes->head_norms = config->style == STYLE_QWEN3;
     sizes->hidden = target->hidden_size;
     sizes->vocab = target->vocab_size;
+    sizes->draft_vocab = target->vocab_size;
     sizes->target_layers = target->layers;
     sizes->layers = config->layers;
     sizes->heads = given_or(config->num_attention_heads, target->num_attention_heads);
@@ -37,6 +40,20 @@ static void take_widths(struct drafter_sizes *sizes, const struct drafter_config
     sizes->eps = (float)given_or_real(config->rms_norm_eps, target->rms_norm_eps);
     sizes->max_position_embeddings =
         given_or(config->max_position_embeddings, target->max_position_embeddings);
+}
+
+static void take_eagle3(struct drafter_sizes *sizes, const struct drafter_config *config)
+{
+    if (config->kind != DRAFTER_EAGLE3)
+        return;
+    sizes->ttt_steps = config->ttt_steps;
+    sizes->block_size = config->ttt_steps;
+    sizes->predict_from_anchor = true;
+    sizes->trainable_head = config->lm_head == HEAD_TRAINABLE;
+    sizes->norm_before_residual = config->norm_before_residual;
+    sizes->norm_before_fc = config->norm_before_fc;
+    sizes->fc_norm = config->fc_norm;
+    sizes->norm_output = config->norm_output;
 }
 
 // The target's theta is the only rotary fact that is inherited: partial rotation, sections and scaling
@@ -78,7 +95,8 @@ static int check_widths(const struct drafter_sizes *sizes, struct error *err)
     if (sizes->head_dim > DRAFTER_MAX_HEAD_DIM)
         faults |= error_add(err, "drafter.head_dim: %lld is more than %d",
                             (long long)sizes->head_dim, DRAFTER_MAX_HEAD_DIM);
-    if (sizes->block_size < BLOCK_SIZE_MIN || sizes->block_size > BLOCK_SIZE_MAX)
+    bool blocks = sizes->kind == DRAFTER_DFLASH;
+    if (blocks && (sizes->block_size < BLOCK_SIZE_MIN || sizes->block_size > BLOCK_SIZE_MAX))
         faults |= error_add(err, "drafter.block_size: %lld is not within %d..%d",
                             (long long)sizes->block_size, BLOCK_SIZE_MIN, BLOCK_SIZE_MAX);
     if (sizes->layers < 1 || sizes->layers > DRAFTER_MAX_LAYERS)
@@ -108,6 +126,8 @@ static int check_mask_token(const struct drafter_sizes *sizes, const struct draf
                             const struct target *target, struct error *err)
 {
     int64_t id = sizes->mask_token_id;
+    if (sizes->kind == DRAFTER_EAGLE3)
+        return 0;
     if (id == CONFIG_UNSET)
         return error_add(err, "drafter.mask_token_id: required for dflash; its embedding fills the "
                               "slots that are predicted");
@@ -125,6 +145,21 @@ static int check_mask_token(const struct drafter_sizes *sizes, const struct draf
                              (long long)id);
     }
     return 0;
+}
+
+static int check_eagle3(const struct drafter_sizes *sizes, struct error *err)
+{
+    int faults = 0;
+    if (sizes->norm_before_fc && sizes->fc_norm)
+        faults |=
+            error_add(err, "drafter.fc_norm: given together with drafter.norm_before_fc; keep "
+                           "one, no server has both");
+    if (sizes->kind == DRAFTER_EAGLE3 && sizes->window > 0 && sizes->window < sizes->ttt_steps)
+        faults |= error_add(err,
+                            "drafter.sliding_window: %lld is less than drafter.ttt_steps, %lld; a "
+                            "step's own earlier keys must be inside the window",
+                            (long long)sizes->window, (long long)sizes->ttt_steps);
+    return faults;
 }
 
 static int take_layer_types(struct drafter_sizes *sizes, const struct drafter_config *config,
@@ -181,11 +216,13 @@ int drafter_sizes_resolve(struct drafter_sizes *sizes, const struct drafter_conf
 {
     *sizes = (struct drafter_sizes){0};
     take_widths(sizes, config, target);
+    take_eagle3(sizes, config);
     take_rope(sizes, config, target);
     int faults = check_widths(sizes, err);
     faults |= check_rope(sizes, err);
     faults |= check_mask_token(sizes, config, target, err);
     faults |= take_layer_types(sizes, config, err);
+    faults |= check_eagle3(sizes, err);
     faults |= take_layer_ids(sizes, layer_ids, features, err);
     return faults != 0 ? -1 : 0;
 }
@@ -205,17 +242,22 @@ static void add_norm(struct params *params, int64_t layer, const char *name, int
     params_add(params, full, 1, width, 1, true, false);
 }
 
-// q, k, v and gate, up are joined: one GEMM each in the forward pass.
-static void add_layer(const struct drafter_sizes *sizes, int64_t layer, struct params *params)
+// q, k, v and gate, up are joined: one GEMM each in the forward pass. columns: of q, k and v.
+static void add_layer(const struct drafter_sizes *sizes, int64_t layer, int64_t columns,
+                      struct params *params)
 {
     int64_t hidden = sizes->hidden;
     int64_t q = sizes->heads * sizes->head_dim, kv = sizes->kv_heads * sizes->head_dim;
     add_norm(params, layer, "input_layernorm", hidden);
-    add_matrix(params, layer, "self_attn.q_proj", q, hidden, false);
-    add_matrix(params, layer, "self_attn.k_proj", kv, hidden, true);
-    add_matrix(params, layer, "self_attn.v_proj", kv, hidden, true);
-    add_norm(params, layer, "self_attn.q_norm", sizes->head_dim);
-    add_norm(params, layer, "self_attn.k_norm", sizes->head_dim);
+    if (columns > hidden)
+        add_norm(params, layer, "hidden_norm", hidden);
+    add_matrix(params, layer, "self_attn.q_proj", q, columns, false);
+    add_matrix(params, layer, "self_attn.k_proj", kv, columns, true);
+    add_matrix(params, layer, "self_attn.v_proj", kv, columns, true);
+    if (sizes->head_norms || sizes->kind == DRAFTER_DFLASH) {
+        add_norm(params, layer, "self_attn.q_norm", sizes->head_dim);
+        add_norm(params, layer, "self_attn.k_norm", sizes->head_dim);
+    }
     add_matrix(params, layer, "self_attn.o_proj", hidden, q, false);
     add_norm(params, layer, "post_attention_layernorm", hidden);
     add_matrix(params, layer, "mlp.gate_proj", sizes->intermediate, hidden, false);
@@ -251,10 +293,55 @@ void dflash_params(const struct drafter_sizes *sizes, struct params *params)
     params_add(params, "fc.weight", 2, hidden, sizes->features * hidden, false, false);
     params_add(params, "hidden_norm.weight", 1, hidden, 1, true, false);
     for (int64_t i = 0; i < sizes->layers; i++)
-        add_layer(sizes, i, params);
+        add_layer(sizes, i, hidden, params);
     params_add(params, "norm.weight", 1, hidden, 1, true, false);
     for (size_t i = 0; i < params->count; i++)
         params->items[i].part = part_of(sizes, params->items[i].name);
+    params->parts = 2 + 2 * (int)sizes->layers;
+}
+
+int eagle3_keys_part(int64_t layer)
+{
+    return 1 + 2 * (int)layer;
+}
+
+int eagle3_rest_part(int64_t layer)
+{
+    return 2 + 2 * (int)layer;
+}
+
+static int eagle3_part_of(const struct drafter_sizes *sizes, const char *name)
+{
+    static const char *const rest[] = {"o_proj", "post_attention_layernorm", "mlp."};
+    int layer;
+    if (sscanf(name, "layers.%d.", &layer) != 1)
+        return strncmp(name, "fc", 2) == 0 || strcmp(name, "input_norm.weight") == 0
+                   ? 0
+                   : 1 + 2 * (int)sizes->layers;
+    for (size_t i = 0; i < sizeof(rest) / sizeof(*rest); i++)
+        if (strstr(name, rest[i]) != NULL)
+            return eagle3_rest_part(layer);
+    return eagle3_keys_part(layer);
+}
+
+void eagle3_params(const struct drafter_sizes *sizes, struct params *params)
+{
+    int64_t hidden = sizes->hidden, wide = sizes->features * hidden;
+    params_add(params, "fc.weight", 2, hidden, wide, false, false);
+    if (sizes->norm_before_fc)
+        params_add(params, "input_norm.weight", 1, wide, 1, true, false);
+    for (int64_t f = 0; sizes->fc_norm && f < sizes->features; f++) {
+        char name[48];
+        snprintf(name, sizeof(name), "fc_norm.%lld.weight", (long long)f);
+        params_add(params, name, 1, hidden, 1, true, false);
+    }
+    for (int64_t i = 0; i < sizes->layers; i++)
+        add_layer(sizes, i, i == 0 ? 2 * hidden : hidden, params);
+    params_add(params, "norm.weight", 1, hidden, 1, true, false);
+    if (sizes->trainable_head)
+        params_add(params, "lm_head.weight", 2, sizes->draft_vocab, hidden, false, false);
+    for (size_t i = 0; i < params->count; i++)
+        params->items[i].part = eagle3_part_of(sizes, params->items[i].name);
     params->parts = 2 + 2 * (int)sizes->layers;
 }
 

@@ -1,4 +1,4 @@
-// A DFlash drafter's sizes and switches with every default resolved from the target: what the forward
+// A drafter's sizes and switches with every default resolved from the target: what the forward
 // pass computes and what an export states.
 #ifndef DRAFTER_DRAFTER_SIZES_H
 #define DRAFTER_DRAFTER_SIZES_H
@@ -10,6 +10,7 @@
 enum { DRAFTER_MAX_LAYERS = 256, DRAFTER_MAX_HEAD_DIM = 512 };
 
 struct drafter_sizes {
+    int kind;                                     // DRAFTER_*
     int64_t hidden;                               // H
     int64_t vocab;                                // V
     int64_t features;                             // L captured layers
@@ -17,7 +18,8 @@ struct drafter_sizes {
     int64_t target_layers;
     int64_t layers;
     int64_t heads, kv_heads, head_dim, intermediate;
-    int64_t block_size; // B
+    bool head_norms;    // RMS norms of every head of queries and keys
+    int64_t block_size; // B; of eagle3 ttt_steps, predicted from the anchor
     int64_t mask_token_id;
     bool predict_from_anchor;
     float eps;
@@ -30,10 +32,16 @@ struct drafter_sizes {
     int64_t window;                   // of sliding layers
     bool sliding_causal;              // own block of sliding layers
     int window_origin;                // WINDOW_FROM_*
+    // eagle3
+    int64_t ttt_steps;
+    int64_t draft_vocab; // Vd; V without a map, and of dflash
+    bool trainable_head; // lm_head [Vd, H] is a parameter
+    bool norm_before_residual, norm_before_fc, fc_norm, norm_output;
 };
 
 // layer_ids: the planes in use, in order. Errors name the key: sizes that do not divide, a mask token
-// outside the embedding or equal to a special token, layer ids beyond the target.
+// outside the embedding or equal to a special token, layer ids beyond the target. draft_vocab is V: whoever has
+// read a vocabulary map sets it.
 int drafter_sizes_resolve(struct drafter_sizes *sizes, const struct drafter_config *config,
                           const struct target *target, const int64_t *layer_ids, int64_t features,
                           struct error *err);
@@ -45,6 +53,12 @@ void drafter_params(const struct drafter_sizes *sizes, struct params *params);
 void dflash_params(const struct drafter_sizes *sizes, struct params *params);
 int dflash_context_part(int64_t layer);
 int dflash_layer_part(int64_t layers, int64_t layer);
+// Of EAGLE-3, names of the speculators layout: fc and its norms, layers.*, norm, lm_head where it is trained.
+// The first layer has 2 H columns in q, k and v, the embedding's first. Their parts: fc and its norms; of each
+// layer what makes queries, keys and values, then the rest; the final norm and lm_head.
+void eagle3_params(const struct drafter_sizes *sizes, struct params *params);
+int eagle3_keys_part(int64_t layer);
+int eagle3_rest_part(int64_t layer);
 // Rotary table of `positions` rows: cos and sin [positions, head_dim / 2], scaling included
 // (linear: position / factor; yarn: Peng et al. 2023 as transformers computes it).
 void drafter_rope_table(const struct drafter_sizes *sizes, int64_t positions, float *cos,

@@ -30,8 +30,7 @@ struct diagonal {
     // backward only
     const void *dout; // [N, heads, head_dim]
     void *dq;         // [N, heads, head_dim], added to
-    float *dk, *dv; // fp32 [steps, N, kv_heads, head_dim], packed; the last step's are overwritten,
-                    // those before are added to
+    float *dk, *dv;   // fp32 [steps, N, kv_heads, head_dim], packed, added to
 };
 
 typedef void diagonal_forward_fn(struct stream *stream, const struct diagonal *op);

@@ -110,10 +110,9 @@ static void store_keys(const struct diagonal *op, int64_t row, int64_t kv_head,
     int64_t d = op->head_dim;
     for (int64_t j = 0; j < op->steps; j++) {
         int64_t at = ((j * op->rows + row) * op->kv_heads + kv_head) * d;
-        bool add = j < op->steps - 1;
         for (int64_t i = 0; i < d; i++) {
-            op->dk[at + i] = (add ? op->dk[at + i] : 0.0f) + buf->dk[j * d + i];
-            op->dv[at + i] = (add ? op->dv[at + i] : 0.0f) + buf->dv[j * d + i];
+            op->dk[at + i] += buf->dk[j * d + i];
+            op->dv[at + i] += buf->dv[j * d + i];
         }
     }
 }

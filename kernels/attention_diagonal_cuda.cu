@@ -150,11 +150,9 @@ static __device__ __forceinline__ void backward_key(const struct diagonal &op, i
 {
     int group = (int)(op.heads / op.kv_heads), d = (int)op.head_dim, steps = (int)op.steps;
     int64_t at = ((j * op.rows + row) * op.kv_heads + kv_head) * d;
-    float dk[CHUNKS][N] = {}, dv[CHUNKS][N] = {};
-    if (j < steps - 1) {
-        head_load<N, LANES>(dk, op.dk + at, d);
-        head_load<N, LANES>(dv, op.dv + at, d);
-    }
+    float dk[CHUNKS][N], dv[CHUNKS][N];
+    head_load<N, LANES>(dk, op.dk + at, d);
+    head_load<N, LANES>(dv, op.dv + at, d);
     for (int i = 0; i < group; i++) {
         int64_t from = (row * op.heads + kv_head * group + i) * d;
         float q[CHUNKS][N], dout[CHUNKS][N];

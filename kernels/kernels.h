@@ -30,6 +30,7 @@ extern "C" {
     X(swiglu_backward)                                                                             \
     X(gather_rows)                                                                                 \
     X(scatter_rows)                                                                                \
+    X(add_rows)                                                                                    \
     X(context_load)                                                                                \
     X(attention_forward)                                                                           \
     X(attention_backward)                                                                          \

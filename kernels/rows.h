@@ -35,6 +35,16 @@ struct scatter_rows {
     int64_t out_rows;
 };
 
+// out[index[i], :] += in[i, :]. No index comes twice; other rows of out stay.
+struct add_rows {
+    int64_t rows, width;
+    const void *in;       // [rows, width], packed
+    const int32_t *index; // [rows], each in [0, out_rows); NULL: 0, 1, 2, ...
+    void *out;            // [out_rows, width], rows out_stride elements apart
+    int64_t out_rows, out_stride;
+    enum dtype in_type, out_type;
+};
+
 enum noise_kind { NOISE_KIND_NONE, NOISE_KIND_NORMAL, NOISE_KIND_UNIFORM };
 
 // Context features of a row: out[t, l, :] = in[t, plane[l], :] + noise, where in is bf16, or e4m3 codes
@@ -59,9 +69,11 @@ struct context_load {
 
 typedef void gather_rows_fn(struct stream *stream, const struct gather_rows *op);
 typedef void scatter_rows_fn(struct stream *stream, const struct scatter_rows *op);
+typedef void add_rows_fn(struct stream *stream, const struct add_rows *op);
 typedef void context_load_fn(struct stream *stream, const struct context_load *op);
 gather_rows_fn gather_rows_cpu, gather_rows_cuda;
 scatter_rows_fn scatter_rows_cpu, scatter_rows_cuda;
+add_rows_fn add_rows_cpu, add_rows_cuda;
 context_load_fn context_load_cpu, context_load_cuda;
 
 #ifdef __cplusplus

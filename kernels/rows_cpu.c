@@ -1,4 +1,4 @@
-// Owns moving rows on the CPU: gather, scatter, loading context features.
+// Owns moving rows on the CPU: gather, scatter, add, loading context features.
 #include "kernels/rows.h"
 
 #include "base/e4m3.h"
@@ -51,6 +51,31 @@ void scatter_rows_cpu(struct stream *stream, const struct scatter_rows *op)
             scale_row(row_of(op->out, op->out_type, op->index[row], op->width), op->out_type,
                       row_at(op->in, op->in_type, row, op->width), op->in_type, scale, op->width);
         }
+    }
+}
+
+static void add_row(void *to, enum dtype to_type, const void *from, enum dtype from_type,
+                    int64_t width)
+{
+    for (int64_t first = 0; first < width; first += PIECE) {
+        float sum[PIECE], piece[PIECE];
+        int64_t n = min_i64(PIECE, width - first);
+        piece_load(sum, to, to_type, first, n);
+        piece_load(piece, from, from_type, first, n);
+        for (int64_t i = 0; i < n; i++)
+            sum[i] += piece[i];
+        piece_store(to, sum, to_type, first, n);
+    }
+}
+
+void add_rows_cpu(struct stream *stream, const struct add_rows *op)
+{
+#pragma omp parallel for num_threads(team(stream, op->rows * op->width)) schedule(static)
+    for (int64_t row = 0; row < op->rows; row++) {
+        int64_t to = op->index != NULL ? op->index[row] : row;
+        BUG_UNLESS(to >= 0 && to < op->out_rows);
+        add_row(row_of(op->out, op->out_type, to, op->out_stride), op->out_type,
+                row_at(op->in, op->in_type, row, op->width), op->in_type, op->width);
     }
 }
 

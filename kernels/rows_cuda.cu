@@ -1,4 +1,4 @@
-// Owns moving rows on CUDA: gather, scatter, loading context features.
+// Owns moving rows on CUDA: gather, scatter, add, loading context features.
 #include "kernels/rows.h"
 
 #include <string.h>
@@ -160,6 +160,64 @@ void scatter_rows_cuda(struct stream *stream, const struct scatter_rows *op)
         scatter_launch<float, bf16_t>(stream, op, from);
     else
         scatter_launch<float, float>(stream, op, from);
+}
+
+// out += in, one row, by the CTA.
+template <typename Out, typename In, int N>
+static __global__ void __launch_bounds__(MOST_THREADS) add_kernel(struct add_rows op)
+{
+    int64_t row = blockIdx.x, to = op.index != NULL ? op.index[row] : row;
+    bug_unless(to >= 0 && to < op.out_rows);
+    const In *in = (const In *)op.in + row * op.width;
+    Out *out = (Out *)op.out + to * op.out_stride;
+    int64_t step = (int64_t)blockDim.x * N;
+    for (int64_t first = threadIdx.x * N; first < op.width; first += TOGETHER * step) {
+        struct pack<In, N> from[TOGETHER];
+        struct pack<Out, N> sum[TOGETHER];
+#pragma unroll
+        for (int t = 0; t < TOGETHER; t++)
+            if (first + t * step < op.width) {
+                from[t] = pack_load<N>(in + first + t * step);
+                sum[t] = pack_load<N>(out + first + t * step);
+            }
+#pragma unroll
+        for (int t = 0; t < TOGETHER; t++) {
+            float value[N];
+#pragma unroll
+            for (int i = 0; i < N; i++)
+                value[i] = pack_value(sum[t], i) + pack_value(from[t], i);
+            if (first + t * step < op.width)
+                store_values<N>(out + first + t * step, value);
+        }
+    }
+}
+
+template <typename Out, typename In>
+static void add_launch(struct stream *stream, const struct add_rows *op)
+{
+    unsigned grid = grid_size(op->rows);
+    enum { N = pack_of<Out, In>::N };
+    if (in_packs(op->in, op->out, op->width, op->width, N) && packs_in(op->out_stride, N))
+        add_kernel<Out, In, N><<<grid, row_threads(op->width, N), 0, stream->cuda>>>(*op);
+    else
+        add_kernel<Out, In, 1><<<grid, row_threads(op->width, 1), 0, stream->cuda>>>(*op);
+    launch_check();
+}
+
+// One CTA a row.
+void add_rows_cuda(struct stream *stream, const struct add_rows *op)
+{
+    bool in = is_bf16(op->in_type), out = is_bf16(op->out_type);
+    if (op->rows == 0 || op->width == 0)
+        return;
+    if (out && in)
+        add_launch<bf16_t, bf16_t>(stream, op);
+    else if (out)
+        add_launch<bf16_t, float>(stream, op);
+    else if (in)
+        add_launch<float, bf16_t>(stream, op);
+    else
+        add_launch<float, float>(stream, op);
 }
 
 // The draws of base/rng.h on the device.

@@ -215,6 +215,15 @@ const struct kernel_case kernel_cases[] = {
     {"scatter_rows", {9, 264, 9}, DTYPE_BF16, CASE_UNALIGNED, 361, EXACT},
     {"scatter_rows", {1, 8264, 3}, DTYPE_F32, 0, 362, EXACT},
 
+    {"add_rows", {1, 1, 1}, DTYPE_F32, 0, 2900, ROW_F32},
+    {"add_rows", {7, 513, 15}, DTYPE_F32, CASE_STRIDED, 2901, ROW_F32},
+    {"add_rows", {7, 29, 0}, DTYPE_F32, 0, 2902, ROW_F32},
+    {"add_rows", {7, 29, 7}, DTYPE_BF16, CASE_TO_F32, 2903, ROW_F32},
+    {"add_rows", {448, 576, 512}, DTYPE_BF16, CASE_TO_F32 | CASE_STRIDED, 2904, ROW_F32},
+    {"add_rows", {9, 5120, 0}, DTYPE_BF16, 0, 2905, ROUND_BF16},
+    {"add_rows", {9, 6144, 21}, DTYPE_BF16, CASE_STRIDED, 2906, ROUND_BF16},
+    {"add_rows", {9, 264, 9}, DTYPE_BF16, CASE_UNALIGNED, 2907, ROUND_BF16},
+
     {"context_load", {1, 1, 1, 1}, DTYPE_F32, 0, 110, EXACT},
     {"context_load", {23, 4, 3, 513}, DTYPE_F32, 0, 111, EXACT},
     {"context_load", {23, 4, 3, 17}, DTYPE_F32, CASE_NORMAL | CASE_BLANK, 112, NOISE},
@@ -325,7 +334,7 @@ const struct kernel_case kernel_cases[] = {
      CASE_WINDOW,
      2015,
      ATTENTION_ROUNDED},
-    {"attention_forward", {2300, 0, 2300, 4, 4, 64}, DTYPE_BF16, 0, 2017, ATTENTION_ROUNDED},
+    {"attention_forward", {1200, 0, 260, 16, 16, 64}, DTYPE_BF16, 0, 2017, ATTENTION_ROUNDED},
     {"attention_forward", {64, 8, 4096, 9, 3, 64}, DTYPE_F32, CASE_BENCH, 129, ATTENTION_F32},
 
     {"attention_backward", {1, 1, 1, 1, 1, 2}, DTYPE_F32, 0, 140, ATTENTION_F32},
@@ -434,7 +443,7 @@ const struct kernel_case kernel_cases[] = {
      CASE_WINDOW,
      2115,
      ATTENTION_ROUNDED},
-    {"attention_backward", {2300, 0, 2300, 4, 4, 64}, DTYPE_BF16, 0, 2117, ATTENTION_ROUNDED},
+    {"attention_backward", {1200, 0, 260, 16, 16, 64}, DTYPE_BF16, 0, 2117, ATTENTION_ROUNDED},
     {"attention_backward", {64, 8, 4096, 9, 3, 64}, DTYPE_F32, CASE_BENCH, 149, ATTENTION_F32},
 
     {"diagonal_forward", {1, 1, 1, 1, 2}, DTYPE_F32, 0, 2200, ATTENTION_F32},

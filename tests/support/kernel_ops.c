@@ -448,6 +448,48 @@ static void scatter_call(const struct kernel_case *c, struct kernel_run *run)
     run->backend->kernels->scatter_rows(run->stream, &op);
 }
 
+// add_rows: rows, width, out_rows (0: no index); STRIDED, TO_F32
+static void add_rows_build(const struct kernel_case *c, struct kernel_run *run)
+{
+    int64_t rows = c->shape[0], width = c->shape[1], out_rows = c->shape[2];
+    run_add_normal(run, "in", TENSOR_IN, c->type, rows, width, 1.0);
+    if (out_rows > 0) {
+        struct kernel_tensor *index = run_add(run, "index", TENSOR_IN, DTYPE_I32, rows, 1);
+        // Distinct and out of order.
+        for (int64_t r = 0; r < rows; r++)
+            index->value[r] = (double)(out_rows - 1 - r * (out_rows / rows));
+    }
+    run_add_normal(run, "out", TENSOR_CHANGED, has(c, CASE_TO_F32) ? DTYPE_F32 : c->type,
+                   out_rows > 0 ? out_rows : rows, width, 1.0)
+        ->stride += has(c, CASE_STRIDED) ? 8 : 0;
+}
+
+static void add_rows_expect(const struct kernel_case *c, struct kernel_run *run)
+{
+    int64_t width = c->shape[1];
+    const struct kernel_tensor *out = run_find(run, "out");
+    const double *index = run_value(run, "index");
+    memcpy(out->expected, out->value, (size_t)(out->rows * width) * sizeof(double));
+    for (int64_t i = 0; i < c->shape[0] * width; i++) {
+        int64_t row = index != NULL ? (int64_t)index[i / width] : i / width;
+        out->expected[row * width + i % width] += run_value(run, "in")[i];
+    }
+}
+
+static void add_rows_call(const struct kernel_case *c, struct kernel_run *run)
+{
+    struct add_rows op = {.rows = c->shape[0],
+                          .width = c->shape[1],
+                          .in = run_device(run, "in"),
+                          .in_type = c->type,
+                          .index = run_device(run, "index"),
+                          .out = run_device(run, "out"),
+                          .out_type = has(c, CASE_TO_F32) ? DTYPE_F32 : c->type,
+                          .out_rows = run_find(run, "out")->rows,
+                          .out_stride = run_stride(run, "out")};
+    run->backend->kernels->add_rows(run->stream, &op);
+}
+
 // context_load: tokens, planes, layers, hidden; NORMAL, UNIFORM, BLANK, FLOAT8
 static const double noise_std = 0.25;
 
@@ -671,6 +713,7 @@ static const struct kernel_op ops[] = {
      no_flops},
     {"gather_rows", gather_build, gather_expect, gather_call, no_flops},
     {"scatter_rows", scatter_build, scatter_expect, scatter_call, no_flops},
+    {"add_rows", add_rows_build, add_rows_expect, add_rows_call, no_flops},
     {"context_load", context_build, context_expect, context_call, no_flops},
     {"attention_forward", attention_build, attention_expect, attention_call, attention_flops},
     {"attention_backward", attention_backward_build, attention_backward_expect,

@@ -95,16 +95,6 @@ void diagonal_call(const struct kernel_case *c, struct kernel_run *run)
     run->backend->kernels->diagonal_forward(run->stream, &op);
 }
 
-// The last step's rows hold NaN, as they are overwritten.
-static void build_sums(const struct kernel_case *c, struct kernel_run *run, const char *name)
-{
-    int64_t rows = c->shape[0], steps = c->shape[1], width = c->shape[3] * c->shape[4];
-    struct kernel_tensor *sums =
-        run_add_normal(run, name, TENSOR_CHANGED, DTYPE_F32, steps * rows, width, 1.0);
-    for (int64_t i = (steps - 1) * rows * width; i < steps * rows * width; i++)
-        sums->value[i] = (double)NAN;
-}
-
 void diagonal_backward_build(const struct kernel_case *c, struct kernel_run *run)
 {
     int64_t rows = c->shape[0], width = c->shape[2] * c->shape[4];
@@ -121,26 +111,25 @@ void diagonal_backward_build(const struct kernel_case *c, struct kernel_run *run
         run_value(run, "lse")[i] = round_to(DTYPE_F32, run_value(run, "lse")[i]);
     run_add_normal(run, "dout", TENSOR_IN, c->type, rows, width, 1.0);
     run_add_normal(run, "dq", TENSOR_CHANGED, c->type, rows, width, 1.0);
-    build_sums(c, run, "dk");
-    build_sums(c, run, "dv");
+    int64_t keys = c->shape[1] * rows, key = c->shape[3] * c->shape[4];
+    run_add_normal(run, "dk", TENSOR_CHANGED, DTYPE_F32, keys, key, 1.0);
+    run_add_normal(run, "dv", TENSOR_CHANGED, DTYPE_F32, keys, key, 1.0);
 }
 
-// What the gradients are added to, 0 for the last step's.
-static void expect_added(const struct kernel_case *c, struct kernel_tensor *tensor, int64_t count)
+// What the gradients are added to.
+static void expect_added(struct kernel_tensor *tensor)
 {
-    memset(tensor->expected, 0,
-           (size_t)(tensor->rows * c->shape[3] * c->shape[4]) * sizeof(double));
-    memcpy(tensor->expected, tensor->value, (size_t)count * sizeof(double));
+    memcpy(tensor->expected, tensor->value,
+           (size_t)(tensor->rows * tensor->columns) * sizeof(double));
 }
 
 void diagonal_backward_expect(const struct kernel_case *c, struct kernel_run *run)
 {
     struct naive_diagonal in = diagonal_of(c, run);
     struct kernel_tensor *dq = run_find(run, "dq");
-    int64_t kept = (c->shape[1] - 1) * c->shape[0] * c->shape[3] * c->shape[4];
-    memcpy(dq->expected, dq->value, (size_t)(dq->rows * dq->columns) * sizeof(double));
-    expect_added(c, run_find(run, "dk"), kept);
-    expect_added(c, run_find(run, "dv"), kept);
+    expect_added(dq);
+    expect_added(run_find(run, "dk"));
+    expect_added(run_find(run, "dv"));
     naive_diagonal_backward(&in, run_value(run, "out"), run_value(run, "lse"),
                             run_value(run, "dout"), dq->expected, run_expected(run, "dk"),
                             run_expected(run, "dv"));

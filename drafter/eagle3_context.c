@@ -1,0 +1,259 @@
+// Owns the EAGLE-3 drafter's context: from features to g and from token ids to the embedding's part of the
+// first layer's products, and back.
+#include "drafter/eagle3_internal.h"
+
+#include <string.h>
+
+#include "base/log.h"
+
+// fc's columns of feature f.
+static struct layer_tensor fc_of(const struct eagle3 *e, int64_t f)
+{
+    const struct drafter_options *o = &e->options;
+    struct layer_tensor fc = e->buffers->fc;
+    int64_t first = f * o->sizes->hidden;
+    fc.weight = layer_at(fc.weight, o->compute, first);
+    fc.grad = fc.grad != NULL ? fc.grad + first : NULL;
+    fc.stride = fc.columns;
+    fc.columns = o->sizes->hidden;
+    return fc;
+}
+
+// g = or (add) += in fc^T in fp32; rows of in are stride elements apart.
+static void fc_forward(const struct eagle3 *e, const struct backend *backend, struct stream *stream,
+                       const void *in, int64_t stride, const struct layer_tensor *fc, bool add)
+{
+    enum dtype type = e->options.compute;
+    backend->kernels->gemm(stream, &(struct gemm){.m = e->input.row->tokens,
+                                                  .n = fc->rows,
+                                                  .k = fc->columns,
+                                                  .transpose_b = true,
+                                                  .alpha = 1.0f,
+                                                  .beta = add ? 1.0f : 0.0f,
+                                                  .a = in,
+                                                  .lda = stride,
+                                                  .b = fc->weight,
+                                                  .ldb = fc->stride,
+                                                  .c = e->layers[0].context.x,
+                                                  .a_type = type,
+                                                  .b_type = type,
+                                                  .c_type = DTYPE_F32});
+}
+
+static void fc_backward(const struct eagle3 *e, const struct backend *backend,
+                        struct stream *stream, const void *in, int64_t stride,
+                        const struct layer_tensor *fc)
+{
+    enum dtype type = e->options.compute;
+    backend->kernels->gemm(stream, &(struct gemm){.m = fc->rows,
+                                                  .n = fc->columns,
+                                                  .k = e->input.row->tokens,
+                                                  .transpose_a = true,
+                                                  .alpha = 1.0f,
+                                                  .beta = 1.0f,
+                                                  .a = e->buffers->dx_context,
+                                                  .b = in,
+                                                  .ldb = stride,
+                                                  .c = fc->grad,
+                                                  .ldc = fc->stride,
+                                                  .a_type = type,
+                                                  .b_type = type,
+                                                  .c_type = DTYPE_F32});
+}
+
+// One feature as fc reads it: normed by itself. Leaves what it is before in `feature`.
+static void norm_feature(const struct eagle3 *e, const struct backend *backend,
+                         struct stream *stream, int64_t f)
+{
+    const struct drafter_options *o = &e->options;
+    const struct eagle3_buffers *b = e->buffers;
+    int64_t t = e->input.row->tokens, h = o->sizes->hidden;
+    backend->kernels->gather_rows(
+        stream, &(struct gather_rows){.rows = t,
+                                      .width = h,
+                                      .in = layer_at(e->input.fc_in, o->compute, f * h),
+                                      .in_rows = t,
+                                      .in_stride = e->input.fc_stride,
+                                      .in_type = o->compute,
+                                      .out_type = o->compute,
+                                      .index = b->every,
+                                      .scale = 1.0f,
+                                      .out = b->feature});
+    struct rms_norm norm = layer_norm(&e->ops, t, b->feature, o->compute, &b->fc_norm[f], b->normed,
+                                      b->fc_rstd + f * o->max_tokens);
+    backend->kernels->rms_norm_forward(stream, &norm);
+}
+
+// All features as fc reads them, under one norm.
+static void norm_features(const struct eagle3 *e, const struct backend *backend,
+                          struct stream *stream)
+{
+    const struct eagle3_buffers *b = e->buffers;
+    struct rms_norm norm = layer_norm(&e->ops, e->input.row->tokens, e->input.fc_in, e->ops.type,
+                                      &b->input_norm, b->normed, b->fc_rstd);
+    backend->kernels->rms_norm_forward(stream, &norm);
+}
+
+void eagle3_features_forward(struct eagle3 *e, const struct backend *backend, struct stream *stream)
+{
+    const struct drafter_sizes *s = e->options.sizes;
+    const struct eagle3_buffers *b = e->buffers;
+    context_input_load(&e->input, &e->options, backend, stream);
+    for (int64_t f = 0; s->fc_norm && f < s->features; f++) {
+        struct layer_tensor fc = fc_of(e, f);
+        norm_feature(e, backend, stream, f);
+        fc_forward(e, backend, stream, b->normed, 0, &fc, f > 0);
+    }
+    if (s->norm_before_fc) {
+        norm_features(e, backend, stream);
+        fc_forward(e, backend, stream, b->normed, 0, &b->fc, false);
+    } else if (!s->fc_norm) {
+        fc_forward(e, backend, stream, e->input.fc_in, e->input.fc_stride, &b->fc, false);
+    }
+}
+
+void eagle3_features_backward(struct eagle3 *e, const struct backend *backend,
+                              struct stream *stream)
+{
+    const struct drafter_options *o = &e->options;
+    const struct eagle3_buffers *b = e->buffers;
+    int64_t t = e->input.row->tokens;
+    context_input_load(&e->input, o, backend, stream);
+    for (int64_t f = 0; o->sizes->fc_norm && f < o->sizes->features; f++) {
+        struct layer_tensor fc = fc_of(e, f);
+        norm_feature(e, backend, stream, f);
+        fc_backward(e, backend, stream, b->normed, 0, &fc);
+        layer_input_backward(&e->ops, backend, stream, t, b->dx_context, &fc, b->normed);
+        layer_norm_backward(&e->ops, backend, stream, t, b->feature, o->compute,
+                            b->fc_rstd + f * o->max_tokens, &b->fc_norm[f], b->normed, b->normed,
+                            false);
+    }
+    if (o->sizes->norm_before_fc) {
+        norm_features(e, backend, stream);
+        fc_backward(e, backend, stream, b->normed, 0, &b->fc);
+        layer_input_backward(&e->ops, backend, stream, t, b->dx_context, &b->fc, b->normed);
+        layer_norm_backward(&e->ops, backend, stream, t, e->input.fc_in, o->compute, b->fc_rstd,
+                            &b->input_norm, b->normed, b->normed, false);
+    } else if (!o->sizes->fc_norm) {
+        fc_backward(e, backend, stream, e->input.fc_in, e->input.fc_stride, &b->fc);
+    }
+}
+
+// ---- the embedding's part ------------------------------------------------------------------------
+
+static void norm_embeddings(const struct eagle3 *e, const struct backend *backend,
+                            struct stream *stream)
+{
+    const struct drafter_options *o = &e->options;
+    const struct eagle3_buffers *b = e->buffers;
+    int64_t t = e->input.row->tokens, h = o->sizes->hidden;
+    backend->kernels->gather_rows(stream, &(struct gather_rows){.rows = t,
+                                                                .width = h,
+                                                                .in = o->embed,
+                                                                .in_rows = o->embed_rows,
+                                                                .in_stride = h,
+                                                                .in_type = o->compute,
+                                                                .out_type = o->compute,
+                                                                .index = b->ids,
+                                                                .scale = o->embed_scale,
+                                                                .out = b->embedded});
+    struct rms_norm norm = layer_norm(&e->ops, t, b->embedded, o->compute, &b->embed_norm,
+                                      b->embed_normed, b->embed_rstd);
+    backend->kernels->rms_norm_forward(stream, &norm);
+}
+
+void eagle3_embedding_forward(struct eagle3 *e, const struct backend *backend,
+                              struct stream *stream)
+{
+    const struct eagle3_buffers *b = e->buffers;
+    norm_embeddings(e, backend, stream);
+    layer_linear(&e->ops, backend, stream, e->input.row->tokens, b->embed_normed, &b->embed_qkv,
+                 NULL, b->embed_part);
+}
+
+void eagle3_embedding_backward(struct eagle3 *e, const struct backend *backend,
+                               struct stream *stream)
+{
+    const struct drafter_options *o = &e->options;
+    const struct eagle3_buffers *b = e->buffers;
+    int64_t t = e->input.row->tokens, count = t * b->embed_qkv.rows;
+    const void *gradient = b->dembed_part;
+    norm_embeddings(e, backend, stream);
+    if (o->compute != DTYPE_F32) {
+        backend->kernels->convert(stream, &(struct convert){.count = count,
+                                                            .from = b->dembed_part,
+                                                            .to = b->dqkv,
+                                                            .from_type = DTYPE_F32,
+                                                            .to_type = o->compute});
+        gradient = b->dqkv;
+    }
+    layer_weight_backward(&e->ops, backend, stream, t, gradient, b->embed_normed, &b->embed_qkv,
+                          false);
+    layer_input_backward(&e->ops, backend, stream, t, gradient, &b->embed_qkv, b->dnorm);
+    layer_norm_backward(&e->ops, backend, stream, t, b->embedded, o->compute, b->embed_rstd,
+                        &b->embed_norm, b->dnorm, b->dnorm, false);
+}
+
+// ---- the context ---------------------------------------------------------------------------------
+
+// What step 0 of every position reads, and (several layers) sees.
+static void context_inputs(struct eagle3 *e, const struct backend *backend, struct stream *stream)
+{
+    const struct drafter_sizes *s = e->options.sizes;
+    const struct row *row = e->input.row;
+    struct eagle3_buffers *b = e->buffers;
+    int64_t tokens = row->tokens, capacity = e->options.max_tokens;
+    int32_t *ids = b->h_context, *next = ids + capacity, *places = next + capacity,
+            *full = places + capacity, *sliding = full + capacity, *end = sliding + capacity;
+    size_t bytes = (size_t)tokens * sizeof(int32_t);
+    memcpy(ids, row->input_ids, bytes);
+    for (int32_t t = 0; t < tokens; t++) {
+        // The last position of a document has no next token, and nobody sees its keys.
+        next[t] = t + 1 < row->doc_offsets[row->doc_of[t] + 1] ? t + 1 : t;
+        places[t] = row->positions[t] + 1;
+        context_range_ttt(row, t, 0, 0, &full[t], &end[t]);
+        context_range_ttt(row, t, 0, s->window, &sliding[t], &end[t]);
+    }
+    backend->copy_in(stream, b->ids, ids, bytes);
+    backend->copy_in(stream, b->next, next, bytes);
+    backend->copy_in(stream, b->places, places, bytes);
+    if (s->layers == 1)
+        return;
+    backend->copy_in(stream, b->begin_full, full, bytes);
+    backend->copy_in(stream, b->begin_sliding, sliding, bytes);
+    backend->copy_in(stream, b->end, end, bytes);
+}
+
+static void clear_gradients(const struct eagle3 *e, const struct backend *backend,
+                            struct stream *stream)
+{
+    const struct drafter_options *o = &e->options;
+    size_t tokens = (size_t)e->input.row->tokens;
+    size_t keys = tokens * (size_t)eagle3_kv(e) * sizeof(float);
+    for (int64_t l = 0; l < o->sizes->layers; l++) {
+        backend->zero(stream, e->layers[l].dkey, keys);
+        backend->zero(stream, e->layers[l].dvalue, keys);
+    }
+    backend->zero(stream, e->buffers->dembed_part,
+                  tokens * (size_t)e->buffers->embed_qkv.rows * sizeof(float));
+    backend->zero(stream, e->buffers->dx_context,
+                  tokens * (size_t)o->sizes->hidden * dtype_size(o->compute));
+}
+
+void eagle3_context_forward(struct eagle3 *e, const struct backend *backend, struct stream *stream,
+                            const struct row *row, const bf16 *features, bool noisy, uint64_t seed)
+{
+    const struct drafter_options *o = &e->options;
+    context_input_begin(&e->input, o, backend, stream, row, features, noisy, seed);
+    context_inputs(e, backend, stream);
+    eagle3_need_weights(e, 0);
+    eagle3_features_forward(e, backend, stream);
+    eagle3_need_weights(e, eagle3_keys_part(0));
+    eagle3_embedding_forward(e, backend, stream);
+    for (int64_t l = 0; l < o->sizes->layers; l++) {
+        struct eagle3_pass pass = eagle3_context_pass(e, l);
+        eagle3_pass_forward(e, backend, stream, &pass);
+    }
+    if (o->training)
+        clear_gradients(e, backend, stream);
+}
