@@ -157,6 +157,20 @@ int config_find_name(const char *name, char full[CONFIG_NAME_BYTES], struct erro
 // The part of "section.key" that is enough to name it: "key", or all of it.
 const char *config_short_name(const char *full);
 
+// What people are told of a key. Texts hold during the visit.
+struct config_key_words {
+    const char *section, *section_help, *name, *type, *help;
+    const char *initial; // the default, "" without one
+    const char *allowed; // "" without a range
+    const char
+        *choices; // words one after another, each with its NUL, "" ends; NULL: not of a few words
+    bool path, fixed; // fixed: on resume
+    bool unique;      // needs no section
+};
+typedef void config_key_visit_fn(void *context, const struct config_key_words *key);
+// Every key, section by section.
+void config_visit_keys(config_key_visit_fn *function, void *context);
+
 // `dtrain config`: every key with type, default, range, meaning and whether it may change on resume.
 void config_describe(FILE *out);
 // docs/config.md.

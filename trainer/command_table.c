@@ -21,7 +21,7 @@
 #define OPTIONS(array) .options = (array), .option_count = COUNT_OF(array)
 
 // In alphabetical order.
-static const struct option_row option_rows[] = {
+const struct option_row option_rows[] = {
     {.name = "allow-unservable",
      .kind = OPTION_PERHAPS,
      .value_at = FIELD(allow_unservable),
@@ -108,11 +108,7 @@ static const struct option_row option_rows[] = {
      .value_at = FIELD(show),
      .value = "DIR",
      .completes = VALUE_FOLDER},
-    {.name = "size",
-     .kind = OPTION_COUNT,
-     .value_at = FIELD(size),
-     .value = "N",
-     .least = 1},
+    {.name = "size", .kind = OPTION_COUNT, .value_at = FIELD(size), .value = "N", .least = 1},
     {.name = "target",
      .kind = OPTION_TEXT,
      .value_at = FIELD(target),
@@ -131,6 +127,7 @@ static const struct option_row option_rows[] = {
      .completes = VALUE_KEYS},
     {.name = "version", .kind = OPTION_ASK, .help = "version, commit and build of the program"},
 };
+const size_t option_row_count = COUNT_OF(option_rows);
 
 static const struct command_option train_options[] = {
     NEED("config", NULL),
@@ -275,9 +272,10 @@ const struct command command_table[] = {
     {.name = "vocab",
      .run = command_vocab,
      .summary = "a draft vocabulary for EAGLE-3 from the data",
-     .text = "Counts the supervised tokens of the training shards, or of a manifest, keeps the most "
-             "frequent ones, and prints how many of the supervised tokens they are. A run refuses a "
-             "map that was made from other data than its own.",
+     .text =
+         "Counts the supervised tokens of the training shards, or of a manifest, keeps the most "
+         "frequent ones, and prints how many of the supervised tokens they are. A run refuses a "
+         "map that was made from other data than its own.",
      OPTIONS(vocab_options),
      .operand = "SHARD",
      .operand_completes = VALUE_FILE,
@@ -321,6 +319,18 @@ const struct command command_table[] = {
      .text = "Every config key: type, default, range, meaning, and whether it may change on "
              "resume.",
      OPTIONS(config_options)},
+    {.name = "completion",
+     .run = command_completion,
+     .summary = "a script that completes dtrain's words in a shell",
+     .text = "Prints a script that completes commands, options, config keys and their choices. "
+             "For bash: `source <(dtrain completion bash)` in ~/.bashrc. For zsh: `dtrain "
+             "completion zsh > DIR/_dtrain`, where DIR is in fpath before compinit runs.",
+     .operand = "SHELL",
+     .operand_choices = "bash\0zsh\0"},
+    {.name = "man",
+     .run = command_man,
+     .summary = "the manual page",
+     .text = "Prints the manual page as roff: `dtrain man | man -l -` shows it."},
 };
 const size_t command_count = COUNT_OF(command_table);
 
@@ -345,9 +355,18 @@ bool command_group(const struct command *command, char group[COMMAND_GROUP_BYTES
     return command->name[length] != '\0';
 }
 
+bool command_is_first(const struct command *command)
+{
+    size_t length = strcspn(command->name, " ");
+    const struct command *first = command_table;
+    while (strncmp(first->name, command->name, length) != 0 || strcspn(first->name, " ") != length)
+        first++;
+    return first == command;
+}
+
 const struct option_row *option_row_of(const char *name)
 {
-    for (size_t i = 0; i < COUNT_OF(option_rows); i++)
+    for (size_t i = 0; i < option_row_count; i++)
         if (strcmp(option_rows[i].name, name) == 0)
             return &option_rows[i];
     BUG("no row for --%s", name);

@@ -71,10 +71,14 @@ const struct command *command_find(const char *name);
 // The part of a name before its space, "data": in `group`; false: the name is one word.
 enum { COMMAND_GROUP_BYTES = 32 };
 bool command_group(const struct command *command, char group[COMMAND_GROUP_BYTES]);
+// The first in the table whose name begins with that word.
+bool command_is_first(const struct command *command);
 
 // --help and --version, which every command takes.
 extern const struct command_option common_options[];
 extern const size_t common_option_count;
+extern const struct option_row option_rows[];
+extern const size_t option_row_count;
 // The row of an option, which must be there.
 const struct option_row *option_row_of(const char *name);
 // What is said of an option of a command, and what its value is called.

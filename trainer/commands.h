@@ -53,5 +53,7 @@ int command_data_stats(const struct options *options);
 int command_data_order(const struct options *options);
 int command_data_manifest(const struct options *options);
 int command_config(const struct options *options);
+int command_completion(const struct options *options);
+int command_man(const struct options *options);
 
 #endif
