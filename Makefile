@@ -4,8 +4,9 @@
 # Anything finer is CMake's: see CMakePresets.json.
 BUILD ?= build
 INSTALL ?= yes
-# Most tests use two threads.
-JOBS ?= $(shell echo $$((($$(nproc) + 1) / 2)))
+# Places for tests, two a core: tests that compute take two or more, those that mostly wait take one
+# (tests/CMakeLists.txt).
+JOBS ?= $(shell echo $$((2 * $$(nproc))))
 
 .PHONY: all install configure build test demo clean
 all: build

@@ -27,6 +27,8 @@ static struct {
     atomic_int packed; // the reader is done
 } at;
 
+static struct run *volatile left_run; // never freed; LeakSanitizer finds it here
+
 void __real_session_pack_own(void *session, uint64_t epoch, struct packing *packing);
 void __wrap_session_pack_own(void *session, uint64_t epoch, struct packing *packing);
 int __real_prefetch_open(struct prefetch **prefetch, struct source *source,
@@ -77,6 +79,8 @@ int __wrap_prefetch_open(struct prefetch **prefetch, struct source *source,
 void __wrap_run_report_memory(struct run *run)
 {
     __real_run_report_memory(run);
+    if (at.leave_behind)
+        left_run = run;
     if (!await(&at.packing))
         fail_msg("no reader packs");
     atomic_store(&at.loop_ended, 1);
