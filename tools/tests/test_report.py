@@ -1,0 +1,329 @@
+"""tools/report.py: its numbers are those of metrics.jsonl and of `dtrain sweep`, its figures and page show them, and
+what it refuses it says in words.
+
+    DTRAIN=build/dtrain python -m unittest discover -s tools/tests    (figures need matplotlib, real runs DTRAIN)
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+from unittest import mock
+
+TOOLS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
+sys.path[:0] = [TOOLS, os.path.dirname(os.path.abspath(__file__))]
+
+import report as tool  # noqa: E402
+from dtrain_tools import report_data as data  # noqa: E402
+
+try:
+    from dtrain_tools import report_figures as figures
+    from dtrain_tools import report_page
+except ImportError:
+    figures = None
+
+DTRAIN = os.environ.get("DTRAIN")
+needs_matplotlib = unittest.skipIf(figures is None, "needs matplotlib")
+
+
+def step_line(step, **more):
+    return {"step": step, "epoch": 0, "loss": 10.0 / step, "accept_len": 1.0 + 0.01 * step, "acc": [None, 0.5, 0.25],
+            "lr": 1e-3, "grad_norm": 2.0, "clip_factor": 0.5, "skipped": False, "tokens": 100, "anchors": 10,
+            "seconds": 2.0, "wait_seconds": 0.25, "copy_seconds": 0.25, "forward_seconds": 0.5, "loss_seconds": 0.25,
+            "backward_seconds": 0.5, "optimizer_seconds": 0.0, "tokens_per_second": 50.0, "wait_share": 0.25,
+            "memory_bytes": 1000 + step, "planned_bytes": 900, **more}
+
+
+def val_line(step, walk, **more):
+    return {"step": step, "epoch": 0, "val_accept_len_walk": walk, "val_accept_len_walk_1": walk - 0.25,
+            "val_loss": 5.0 - 0.1 * step, "val_overlap": 0.5, "val_acc": [None, 0.75, step / 100], "val_seconds": 1.5,
+            **more}
+
+
+class Folders(unittest.TestCase):
+    def setUp(self):
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        self.folder = temporary.name
+
+    def path(self, *names):
+        return os.path.join(self.folder, *names)
+
+    def run_folder(self, name, lines, tail="", **keys):
+        os.makedirs(self.path(name))
+        with open(self.path(name, "metrics.jsonl"), "w", encoding="utf-8") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines) + tail)
+        sections = {}
+        for key, value in {"run.dir": name, "run.max_steps": 40, "anchors.max_anchors": 64, **keys}.items():
+            section, entry = key.split(".")
+            sections.setdefault(section, []).append(f"  {entry}: {json.dumps(value)}\n")
+        with open(self.path(name, "config.yaml"), "w", encoding="utf-8") as file:
+            file.write("".join(f"{section}:\n" + "".join(entries) + "  # of: not given\n"
+                               for section, entries in sections.items()))
+        return self.path(name)
+
+    def usual(self, name="run", gain=0.0, **keys):
+        lines = [val_line(0, 1.0)]
+        for step in range(1, 41):
+            lines.append(step_line(step))
+            if step % 10 == 0:
+                lines.append(val_line(step, 1.0 + gain + (0.5 if step == 30 else 0.3)))
+        return self.run_folder(name, lines, **keys)
+
+    def fails(self, words, *arguments):
+        with self.assertRaises(data.ReportError) as caught:
+            data.open_report(list(arguments))
+        self.assertIn(words, str(caught.exception))
+
+
+class Reading(Folders):
+    def test_series_are_the_lines(self):
+        run = data.open_report([self.usual()]).runs[0]
+        self.assertEqual(run.series("loss"), (list(range(1, 41)), [10.0 / step for step in range(1, 41)]))
+        self.assertEqual(run.val_series("accept_len_walk"), ([0, 10, 20, 30, 40], [1.0, 1.3, 1.3, 1.5, 1.3]))
+        self.assertEqual(run.slots(run.validations[-1]), [(1, 0.75), (2, 0.4)])
+        self.assertEqual(run.config["anchors.max_anchors"], 64)
+
+    def test_what_is_null_is_left_out(self):
+        run = data.open_report([self.run_folder("r", [step_line(1), step_line(2, loss=None), step_line(3)])]).runs[0]
+        self.assertEqual(run.series("loss"), ([1, 3], [10.0, 10.0 / 3]))
+        self.assertEqual(run.series("never_written"), ([], []))
+
+    def test_summary(self):
+        report = data.open_report([self.usual()])
+        found = report.summaries["run"]
+        self.assertEqual((found["best_walk"], found["best_step"], found["walk"], found["first_walk"]), (1.5, 30, 1.3, 1.0))
+        self.assertEqual(found["walk_1"], 1.05)
+        self.assertAlmostEqual(found["loss"], sum(10.0 / step for step in (37, 38, 39, 40)) / 4)
+        self.assertEqual((found["seconds"], found["val_seconds"], found["step"]), (80.0, 7.5, 40))
+        self.assertEqual((found["tokens_per_second"], found["block_rows_per_second"]), (50.0, 15.0))
+        self.assertEqual((found["wait_share"], found["memory_bytes"], found["mfu"]), (0.25, 1040.0, None))
+
+    def test_utilisation_is_of_the_whole_run(self):
+        lines = [step_line(1, flops=4.0, mfu=0.5), step_line(2, flops=2.0, mfu=0.1)]
+        report = data.open_report([self.run_folder("r", lines)])
+        self.assertAlmostEqual(report.summaries["r"]["mfu"], 6.0 / (8.0 + 20.0))
+
+    def test_parts_add_up_to_a_step(self):
+        run = data.open_report([self.usual()]).runs[0]
+        parts = run.parts()
+        self.assertEqual(parts, {"wait_seconds": 0.25, "copy_seconds": 0.25, "forward_seconds": 0.5,
+                                 "loss_seconds": 0.25, "backward_seconds": 0.5, data.REST: 0.25})
+        middles, binned = data.binned_parts(run, bins=4)
+        self.assertEqual(middles, [5.5, 15.5, 25.5, 35.5])
+        self.assertEqual(binned["forward_seconds"], [0.5] * 4)
+
+    def test_a_line_that_is_being_written(self):
+        report = data.open_report([self.run_folder("r", [step_line(1)], tail='{"step": 2, "lo')])
+        self.assertEqual(report.runs[0].series("loss"), ([1], [10.0]))
+        self.assertIn("the last line is not whole", report.notes[0])
+
+    def test_a_line_that_is_broken(self):
+        folder = self.run_folder("r", [step_line(1)], tail="\0\0 rubbish\n" + json.dumps(step_line(2)) + "\n")
+        report = data.open_report([folder])
+        self.assertEqual(report.runs[0].series("loss")[0], [1, 2])
+        self.assertIn("line 2 is not a line of metrics", report.notes[0])
+
+    def test_refusals(self):
+        self.fails("nowhere: there is no such folder", self.path("nowhere"))
+        os.makedirs(self.path("empty"))
+        self.fails("no metrics.jsonl in it", self.path("empty"))
+        self.fails("no whole line yet", self.run_folder("begun", [], tail='{"step"'))
+        self.fails("is given twice", self.usual("a"), self.path("a"))
+
+    def test_smooth_and_thin(self):
+        self.assertEqual(data.smooth([1.0, 2.0, 6.0], 3), [1.5, 3.0, 4.0])
+        self.assertEqual(data.smooth([1.0, 2.0], 1), [1.0, 2.0])
+        steps, values = data.thin(list(range(5000)), [float(i) for i in range(5000)], 100)
+        self.assertEqual((len(steps), steps[0], steps[-1]), (100, 0, 4999))
+        self.assertEqual(values, [float(step) for step in steps])
+
+
+class Comparing(Folders):
+    def grid(self):
+        folders = []
+        for anchors in (32, 128):
+            for size in (4, 16):
+                gain = 0.1 * (anchors == 128) + 0.05 * (size == 16)
+                folders.append(self.usual(f"a{anchors}-b{size}", gain, **{"anchors.max_anchors": anchors,
+                                                                           "drafter.block_size": size}))
+        return data.open_report(folders)
+
+    def test_keys_in_which_runs_differ(self):
+        report = self.grid()
+        self.assertEqual(report.keys, ["anchors.max_anchors", "drafter.block_size"])
+        self.assertEqual(report.axis("anchors.max_anchors"), ["32", "128"])
+        self.assertEqual(report.plane(), ["anchors.max_anchors", "drafter.block_size"])
+        self.assertEqual(report.cells(*report.plane())[("128", "4")], "a128-b4")
+        self.assertEqual(report.best, "a128-b16")
+
+    def test_pareto_front(self):
+        points = {"a": (1.0, {"seconds": 1.0}), "b": (2.0, {"seconds": 2.0}), "c": (1.5, {"seconds": 3.0}),
+                  "d": (2.0, {"seconds": 2.0}), "e": (None, {"seconds": 0.1}), "f": (1.0, {"seconds": 1.5})}
+        self.assertEqual(data.on_front(points, "seconds"), ["a", "b", "d"])
+
+    def test_without_validation_the_loss_decides(self):
+        folders = [self.run_folder(name, [step_line(1), step_line(2, loss=loss)]) for name, loss in
+                   (("worse", 3.0), ("better", 2.0))]
+        report = data.open_report(folders)
+        self.assertEqual((report.best, report.score_name), ("better", "loss"))
+
+    def test_names_of_points(self):
+        self.assertEqual(data.values_of("max_anchors=32,layer_ids=[1,2],block_size=8",
+                                        ["anchors.max_anchors", "target.layer_ids", "drafter.block_size"]),
+                         ["32", "[1,2]", "8"])
+
+
+@needs_matplotlib
+class Drawing(Comparing):
+    """Runs the comparisons, too: they are what is drawn."""
+
+    def drawn(self, report):
+        found = {figure.name: plot for figure, plot in figures.draw(report)}
+        self.addCleanup(lambda: [figures.close(plot) for plot in found.values()])
+        return found
+
+    def page(self, report):
+        drawn = figures.draw(report)
+        self.addCleanup(lambda: [figures.close(plot) for _, plot in drawn])
+        return report_page.page(report, drawn)
+
+    def numbers(self, page):
+        return json.loads(re.search(r'<script type="application/json" id="numbers">(.*?)</script>', page, re.S).group(1))
+
+    def test_curves_of_one_run(self):
+        found = self.drawn(data.open_report([self.usual()]))
+        lines = {line.get_label(): line for line in found["loss"].axes[0].get_lines()}
+        self.assertEqual(list(lines["training"].get_ydata()), [10.0 / step for step in range(1, 41)])
+        self.assertEqual(list(lines["validation"].get_ydata()), [5.0, 4.0, 3.0, 2.0, 1.0])
+        walk = {line.get_label(): line for line in found["acceptance"].axes[0].get_lines()}["validation, as decoding would"]
+        self.assertEqual((list(walk.get_xdata()), list(walk.get_ydata())), ([0, 10, 20, 30, 40], [1.0, 1.3, 1.3, 1.5, 1.3]))
+        slots = [list(line.get_ydata()) for line in found["slots"].axes[0].get_lines()]
+        self.assertEqual(slots, [[0.75, step / 100] for step in (0, 10, 20, 30, 40)])
+
+    def test_heat_maps(self):
+        report = self.grid()
+        texts = [text.get_text() for text in self.drawn(report)["compare-best_walk"].axes[0].texts]
+        self.assertEqual(texts, ["1.600", "1.650", "1.500", "1.550"])  # 128 above 32
+
+    def test_bars(self):
+        report = self.grid()
+        found = self.drawn(report)
+        self.assertEqual([bar.get_width() for bar in found["throughput"].axes[0].patches], [15.0] * 4)
+        widths = sum(bar.get_width() for bar in found["time"].axes[0].patches)
+        self.assertAlmostEqual(widths, 4 * 2.0)
+
+    def test_page_of_one_run(self):
+        report = data.open_report([self.usual()])
+        page = self.page(report)
+        numbers = self.numbers(page)
+        self.assertEqual(numbers["runs"][0]["curves"]["loss"]["value"], [10.0 / step for step in range(1, 41)])
+        self.assertEqual(numbers["runs"][0]["validations"]["accept_len_walk"]["value"], [1.0, 1.3, 1.3, 1.5, 1.3])
+        self.assertEqual(numbers["runs"][0]["summary"]["best_walk"], 1.5)
+        self.assertIn("1.500 tokens at best (step 30), from 1.000 at the start", page)
+        self.assertIn('<b class="alarm">25 %</b>', page)
+
+    def test_page_stands_alone(self):
+        page = self.page(self.grid())
+        self.assertNotRegex(page, r'(src|href)="(?!#)|url\((?!#)|@import')
+        ids = re.findall(r'\bid="([^"]+)"', page)
+        self.assertEqual(len(ids), len(set(ids)))
+        for used in re.findall(r'(?:href="#|url\(#)([^")]+)', page):
+            self.assertIn(used, ids)
+        for colour in figures.SERIES + (figures.INK, figures.PAPER):
+            self.assertNotIn(colour, re.sub(r":root \{[^}]*\}", "", page))  # all by name
+
+    def test_table_marks_the_best_and_the_front(self):
+        page = self.page(self.grid())
+        rows = re.findall(r"<tr[^>]*>(.*?)</tr>", page, re.S)[1:]
+        self.assertEqual(len(rows), 4)
+        self.assertIn(">128<", rows[0])
+        self.assertIn('<span class="mark">best</span>', rows[0])
+        self.assertIn("front: time, memory", rows[0])
+        self.assertFalse(any('class="mark' in row for row in rows[1:]))
+
+    def test_names_are_text(self):
+        folder = self.usual("<script>alert(1)<&script>")
+        page = self.page(data.open_report([folder]))
+        self.assertFalse("<script>alert" in page)
+
+    def test_a_run_of_one_step(self):
+        self.page(data.open_report([self.run_folder("r", [step_line(1)])]))
+
+    def test_runs_that_differ_in_nothing_and_lack_members(self):
+        bare = [{"step": step, "loss": 1.0 / step, "seconds": 1.0} for step in range(1, 5)]
+        folders = [self.run_folder(f"r{i}", bare) for i in range(10)]
+        page = self.page(data.open_report(folders))
+        self.assertIn("r0", page)
+
+    def test_command(self):
+        folder, out = self.usual(), io.StringIO()
+        with mock.patch.object(sys, "argv", ["report.py", folder, "--png", self.path("png"), "--svg", self.path("svg")]):
+            with contextlib.redirect_stdout(out):
+                tool.main()
+        self.assertIn("report.html: Step 40 of 40.", out.getvalue())
+        self.assertTrue(os.path.getsize(self.path("run", "report.html")) > 10000)
+        self.assertIn("loss.png", os.listdir(self.path("png")))
+        self.assertEqual(len(os.listdir(self.path("png"))), len(os.listdir(self.path("svg"))))
+
+    def test_command_refuses_in_words(self):
+        said = io.StringIO()
+        with mock.patch.object(sys, "argv", ["report.py", self.path("none")]), contextlib.redirect_stderr(said):
+            with self.assertRaises(SystemExit) as ended:
+                tool.main()
+        self.assertEqual(ended.exception.code, 2)
+        self.assertEqual(said.getvalue(), f"error: {self.path('none')}: there is no such folder\n")
+
+
+class WithoutMatplotlib(Folders):
+    def test_it_says_what_is_needed(self):
+        hide = "import sys; sys.modules['matplotlib'] = None; sys.argv[0] = 'report.py'; import report; report.main()"
+        found = subprocess.run([sys.executable, "-c", hide, self.usual()], cwd=TOOLS, capture_output=True, text=True)
+        self.assertEqual(found.returncode, 2)
+        self.assertIn("the report needs matplotlib: pip install matplotlib", found.stderr)
+
+
+@unittest.skipIf(not DTRAIN, "needs DTRAIN")
+class RealSweep(Folders):
+    def test_numbers_are_those_of_the_table(self):
+        import tiny_run
+        os.makedirs(self.path("data"))
+        runs = tiny_run.Runs(self.path("data"), DTRAIN)
+        with open(self.path("sweep.out"), "w", encoding="utf-8") as out:
+            status = subprocess.call(
+                [DTRAIN, "sweep", "--config", runs.path("run.yaml"), "--set", f"run.dir={runs.path('sweep')}", "--grid",
+                 "max_anchors=8,16", "--grid", "block_size=4,6"], stdout=out, stderr=subprocess.STDOUT)
+        with open(self.path("sweep.out"), encoding="utf-8") as file:
+            self.assertEqual(status, 0, file.read())
+        report = data.open_report([runs.path("sweep")])
+        with open(runs.path("sweep", "table.json"), encoding="utf-8") as file:
+            table = json.load(file)
+        self.assertEqual(len(table["points"]), 4)
+        self.assertEqual(report.plane(), ["anchors.max_anchors", "drafter.block_size"])
+        names = {"best_accept_len_walk": "best_walk", "best_step": "best_step", "accept_len_walk": "walk", "loss": "loss",
+                 "overlap": "overlap", "val_loss": "val_loss", "accept_len_walk_1": "walk_1", "seconds": "seconds",
+                 "block_rows_per_second": "block_rows_per_second", "tokens_per_second": "tokens_per_second",
+                 "memory_bytes": "memory_bytes", "step_seconds": "step_seconds", "val_seconds": "val_seconds"}
+        for point in table["points"]:
+            found = report.summaries[point["point"]]
+            there = {**point["result"], **point["measured"]}
+            for name, own in names.items():
+                self.assertAlmostEqual(found[own], there[name], places=9, msg=f"{point['point']}: {name}")
+            for name, cost in (("front_time", "seconds"), ("front_memory", "memory_bytes")):
+                self.assertEqual(point["point"] in report.fronts[cost], point[name])
+        self.assertEqual(report.best, table["best"])
+        if figures is not None:
+            drawn = figures.draw(report)
+            page = report_page.page(report, drawn)
+            for _, plot in drawn:
+                figures.close(plot)
+            self.assertIn(f"{report.summaries[report.best]['best_walk']:.3f}", page)
+
+
+if __name__ == "__main__":
+    unittest.main()
