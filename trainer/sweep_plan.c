@@ -183,8 +183,7 @@ void sweep_print_plan(const struct sweep *sweep, FILE *out)
         size_t n = strlen(sweep->points[i].name);
         width = n > width ? n : width;
     }
-    fprintf(out, "%-*s  %9s  %12s  %10s  %s\n", (int)width, "point", "steps", "anchors", "memory",
-            "");
+    fprintf(out, "%-*s  %9s  %12s  %10s\n", (int)width, "point", "steps", "anchors", "memory");
     for (size_t i = 0; i < sweep->point_count; i++) {
         const struct sweep_point *point = &sweep->points[i];
         char anchors[32] = "-";

@@ -242,9 +242,10 @@ static void print_cells(const struct grid_text *text, FILE *out)
         }
     }
     for (size_t r = 0; r < text->rows; r++) {
+        const char *last = cell_at(text, r, text->width - 1);
         for (size_t c = 0; c + 1 < text->width; c++)
-            fprintf(out, "%*s  ", (int)text->widths[c], cell_at(text, r, c));
-        fprintf(out, "%s\n", cell_at(text, r, text->width - 1));
+            fprintf(out, "%s%*s", c > 0 ? "  " : "", (int)text->widths[c], cell_at(text, r, c));
+        fprintf(out, "%s%s\n", last[0] != '\0' ? "  " : "", last);
     }
 }
 

@@ -102,11 +102,13 @@ double sweep_left(const struct sweep *sweep)
     double per_flop = seconds_per_flop(sweep), sum = 0.0, longest = 0.0;
     for (size_t i = 0; i < sweep->point_count; i++) {
         const struct sweep_point *point = &sweep->points[i];
-        double left = 0.0;
-        if (point->state == SWEEP_RUNNING && !point->measuring)
-            left = sweep_point_left(point);
-        else if (point->state == SWEEP_WAITING || point->state == SWEEP_STOPPED ||
-                 point->state == SWEEP_RUNNING)
+        bool runs = point->state == SWEEP_RUNNING && !point->measuring;
+        double left = runs ? sweep_point_left(point) : (double)NAN;
+        bool to_come = point->state == SWEEP_WAITING || point->state == SWEEP_STOPPED ||
+                       point->state == SWEEP_RUNNING;
+        if (!to_come)
+            left = 0.0;
+        else if (!isfinite(left))
             left = sweep->equal == SWEEP_EQUAL_TIME
                        ? sweep->budget
                        : per_flop * point->flops * (double)point->steps;
