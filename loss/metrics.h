@@ -24,6 +24,7 @@ struct metrics {
         reached[METRICS_MAX_BLOCK]; // per slot k: scored, and all predicted slots before it agreed
     double agreed[METRICS_MAX_BLOCK]; // per slot k: reached, and it agreed as well
     double tokens, supervised, anchors, valid_anchors, rows, bad_documents;
+    double outside; // scored slots whose teacher's largest logit is outside the draft vocabulary
     double covered; // supervised positions predicted by at least one slot
 };
 

@@ -142,6 +142,8 @@ int plan_make(struct plan *plan, const struct plan_subject *subject, const struc
     if (drafter_sizes_resolve(&plan->sizes, &config->drafter, subject->target, subject->layer_ids,
                               subject->features, err) != 0)
         return -1;
+    if (subject->draft_vocab > 0)
+        plan->sizes.draft_vocab = subject->draft_vocab;
     drafter_params(&plan->sizes, &plan->params);
     if (execution_choose(&plan->execution, config, &plan->sizes, subject->backend, err) != 0)
         return -1;

@@ -16,10 +16,11 @@ struct plan_subject {
     bool float8;                           // of the shards' planes
     int32_t last_plane;                    // -1: no last hidden state
     enum last_hidden last_hidden;
-    bool training;     // false: scoring only
-    bool validates;    // there are validation shards
-    int64_t documents; // 0: not known
-    int64_t ranks;     // that the limit is held against
+    bool training;       // false: scoring only
+    bool validates;      // there are validation shards
+    int64_t documents;   // 0: not known
+    int64_t draft_vocab; // 0: no vocabulary map
+    int64_t ranks;       // that the limit is held against
     size_t limit; // bytes of a device that may be taken in all, context included; 0: any number
 };
 

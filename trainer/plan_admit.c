@@ -52,6 +52,7 @@ struct plan_subject plan_session_subject(const struct session *session, bool tra
                                    .validates = session->has_val,
                                    .documents =
                                        (int64_t)(session->train.count + session->val.count),
+                                   .draft_vocab = session->has_map ? session->map.draft_size : 0,
                                    .ranks = session_ranks(session)};
     memcpy(subject.plane, session->plane, sizeof(subject.plane));
     memcpy(subject.layer_ids, session->sizes.target_layer_ids, sizeof(subject.layer_ids));

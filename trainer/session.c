@@ -38,19 +38,8 @@ int session_config(struct config *config, const char *file, const char *const *s
     return config_expand_files(config, err);
 }
 
-// A value that this version does not know what to do with, named by its place in the file.
-static int refuse_key(const struct config *config, int line, struct error *err, const char *text)
-{
-    if (line > 0 && config->file != NULL)
-        return error_set(err, "%s:%d: %s", config->file, line, text);
-    return error_set(err, "%s", text);
-}
-
 int session_check_built(const struct config *config, struct error *err)
 {
-    if (config->drafter.kind != DRAFTER_DFLASH)
-        return refuse_key(config, config->lines.drafter.kind, err,
-                          "drafter.kind: eagle3 can not be trained by this version, only dflash");
     if (config->target.path == NULL)
         return error_set(err, "target.path: required; a target directory or Hugging Face model");
     return 0;
@@ -141,6 +130,23 @@ static int check_teacher(const struct session *session, struct error *err)
     return 0;
 }
 
+// The draft vocabulary: of this target, and counted from the documents that are trained on.
+static int open_map(struct session *session, struct error *err)
+{
+    const char *path = session->config->drafter.draft_vocab;
+    if (session->config->drafter.kind != DRAFTER_EAGLE3 || path == NULL)
+        return 0;
+    if (vocab_map_read(&session->map, session_documents(session), session->has_train, path, err) !=
+        0)
+        return error_prefix(err, "drafter.draft_vocab");
+    session->has_map = true;
+    session->sizes.draft_vocab = session->map.draft_size;
+    log_info("draft vocabulary %s: %lld of %lld tokens, %.2f %% of the supervised ones", path,
+             (long long)session->map.draft_size, (long long)session->map.vocab_size,
+             100.0 * session->map.coverage);
+    return 0;
+}
+
 static int choose_backend(struct session *session, struct error *err)
 {
     struct error why = {0};
@@ -194,6 +200,8 @@ int session_open_model(struct session *session, struct error *err)
     if (drafter_sizes_resolve(&session->sizes, &config->drafter, &session->target, ids,
                               session->features, err) != 0)
         return -1;
+    if (open_map(session, err) != 0)
+        return -1;
     drafter_params(&session->sizes, &session->params);
     session->target_name =
         config->target.name != NULL ? config->target.name : documents->target_model;
@@ -236,6 +244,7 @@ double session_stop_seconds(const struct session *session)
 void session_close(struct session *session)
 {
     ownership_close(&session->ownership);
+    vocab_map_release(&session->map);
     params_release(&session->params);
     target_close(&session->target);
     documents_close(&session->train);
@@ -248,8 +257,11 @@ int session_open_release(const struct session *session, struct release *release,
     *release = (struct release){.layout = RELEASE_ZLAB};
     if (drafter->init_from == NULL)
         return 0;
-    const struct release_wanted wanted = {&session->sizes, &session->params, &session->target,
-                                          &drafter->init_allow};
+    const struct release_wanted wanted = {.sizes = &session->sizes,
+                                          .params = &session->params,
+                                          .target = &session->target,
+                                          .allow = &drafter->init_allow,
+                                          .map = session->has_map ? &session->map : NULL};
     if (release_open(release, drafter->init_from, &wanted, err) != 0)
         return error_prefix(err,
                             "drafter.init_from: not the drafter of this config (drafter.init_allow "
@@ -266,6 +278,7 @@ struct step_setup session_step_setup(const struct session *session, bool trainin
                                .target = &session->target,
                                .sizes = &session->sizes,
                                .params = &session->params,
+                               .map = session->has_map ? &session->map : NULL,
                                .planes = session_documents(session)->planes,
                                .plane = session->plane,
                                .last_plane = session->last_plane,
@@ -279,7 +292,8 @@ struct step_setup session_step_setup(const struct session *session, bool trainin
 uint64_t session_fingerprint(const struct session *session)
 {
     uint64_t data = rng_mix(session->train.fingerprint, session->train.kept_fingerprint);
-    return rng_mix(data, target_fingerprint(&session->target));
+    uint64_t all = rng_mix(data, target_fingerprint(&session->target));
+    return session->has_map ? rng_mix(all, vocab_map_hash(&session->map)) : all;
 }
 
 void session_pack_epoch(const struct session *s, uint64_t epoch, struct packing *packing)

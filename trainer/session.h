@@ -3,6 +3,7 @@
 #define TRAINER_SESSION_H
 
 #include "data/packing.h"
+#include "data/vocab_map.h"
 #include "trainer/row_shares.h"
 #include "trainer/step.h"
 
@@ -17,8 +18,10 @@ struct session {
     struct documents train, val;
     bool has_train, has_val;
     int32_t plane[DRAFTER_MAX_LAYERS];
-    int64_t features;   // L in use
-    int32_t last_plane; // -1: none
+    int64_t features;     // L in use
+    int32_t last_plane;   // -1: none
+    struct vocab_map map; // draft vocabulary, where has_map says that there is one
+    bool has_map;
     struct drafter_sizes sizes;
     struct params params;
     const struct backend *backend;

@@ -45,6 +45,17 @@ static float *take_state(const struct step *step, struct arena *arena, enum stat
     return arena_take(arena, "optimizer", name, DTYPE_F32, elements, 1, 1);
 }
 
+static bool has_map(const struct step_setup *setup)
+{
+    return setup->sizes->draft_vocab != setup->sizes->vocab;
+}
+
+// A draft vocabulary orders the head's rows in its own way.
+static bool own_head(const struct step_setup *setup)
+{
+    return !setup->target->tied || has_map(setup);
+}
+
 static void plan_state(struct step *step, struct arena *arena)
 {
     const struct step_setup *s = &step->setup;
@@ -75,8 +86,10 @@ static void plan_state(struct step *step, struct arena *arena)
     step->embed =
         arena_take(arena, "target", "embed_tokens", type, t->embed.rows, t->hidden_size, 1);
     step->head = step->embed;
-    if (!t->tied)
-        step->head = arena_take(arena, "target", "lm_head", type, t->head.rows, t->hidden_size, 1);
+    if (own_head(s))
+        step->head = arena_take(arena, "target", "lm_head", type, t->vocab_size, t->hidden_size, 1);
+    if (has_map(s))
+        step->vocab_ids = arena_take(arena, "target", "vocab_ids", DTYPE_I32, t->vocab_size, 1, 1);
     step->norm = arena_take(arena, "target", "norm", DTYPE_F32, t->hidden_size, 1, 1);
     plan_rows(step, arena);
 }
@@ -92,6 +105,27 @@ static const float *norms_of(const struct step *step)
     if (packs_norms(&step->setup))
         return step->norms;
     return ownership_shared(step->setup.ownership) ? step->weights : step->master;
+}
+
+// The draft vocabulary, and the head that is trained, where there are such.
+static void plan_student(const struct step *step, struct loss_options *loss)
+{
+    const struct step_setup *s = &step->setup;
+    if (has_map(s))
+        loss->map = (struct loss_vocab){
+            .draft = s->sizes->draft_vocab,
+            .ids = step->vocab_ids,
+            .h_ids = s->map != NULL ? s->map->ids : NULL,
+            .draft_of = s->map != NULL ? s->map->draft_ids : NULL,
+            .mask_outside = s->config->loss.out_of_vocab == OUT_OF_VOCAB_MASKED,
+        };
+    const struct param *head =
+        s->sizes->trainable_head ? params_find(s->params, "lm_head.weight") : NULL;
+    if (head == NULL)
+        return;
+    loss->student_head =
+        (unsigned char *)step->weights + (size_t)head->offset * dtype_size(compute_type(s));
+    loss->dhead = s->training ? step->grads + head->offset : NULL;
 }
 
 static void plan_model(struct step *step, struct arena *arena)
@@ -139,6 +173,7 @@ static void plan_model(struct step *step, struct arena *arena)
         .head = step->head,
         .norm = step->norm,
     };
+    plan_student(step, &loss);
     // The loss runs between a group's forward and backward pass and leaves nothing but the gradient of
     // the hidden states: it shares memory with what only these passes use. The update runs after all passes.
     bool muon = s->training && config->optimizer.kind == OPTIMIZER_MUON;
@@ -177,7 +212,10 @@ static void open_host(struct step *step)
                                          .tail = config->anchors.tail,
                                          .slot_mask = config->loss.slot_mask,
                                          .slot_weight = config->loss.slot_weight,
-                                         .slot_decay_gamma = config->loss.slot_decay_gamma};
+                                         .slot_decay_gamma = config->loss.slot_decay_gamma,
+                                         .eagle3 = s->sizes->kind == DRAFTER_EAGLE3,
+                                         .mask_index = config->loss.mask_index,
+                                         .ttt_decay_base = config->loss.ttt_decay_base};
     anchor_scratch_open(&step->anchor_scratch, config->data.seq_len);
     step->anchors = memory_alloc(tokens, sizeof(*step->anchors));
     step->accepted = memory_alloc(tokens, sizeof(*step->accepted));
@@ -195,6 +233,20 @@ static size_t largest_array(const struct step_setup *setup)
     size_t frozen = (size_t)(setup->target->embed.rows * setup->target->hidden_size);
     size_t state = (size_t)setup->params->elements;
     return (state > frozen ? state : frozen) * sizeof(float);
+}
+
+static void load_target(struct step *step)
+{
+    const struct step_setup *s = &step->setup;
+    const struct target *t = s->target;
+    int32_t *order = has_map(s) ? s->map->ids : NULL;
+    step_load_frozen(step, &t->embed, NULL, step->embed, compute_type(s));
+    if (own_head(s))
+        step_load_frozen(step, t->tied ? &t->embed : &t->head, order, step->head, compute_type(s));
+    step_load_frozen(step, &t->norm, NULL, step->norm, DTYPE_F32);
+    if (order != NULL)
+        transfer_in(&step->transfer, step->vocab_ids, (size_t)t->vocab_size * sizeof(*order),
+                    transfer_copy, order);
 }
 
 int step_open(struct step *step, const struct step_setup *setup, struct error *err)
@@ -221,10 +273,7 @@ int step_open(struct step *step, const struct step_setup *setup, struct error *e
     step_exchange_open(step);
     if (setup->training) // what lies between tensors is never written
         backend->zero(step->stream, step->grads, (size_t)setup->params->elements * sizeof(float));
-    step_load_frozen(step, &setup->target->embed, step->embed, compute_type(setup));
-    if (!setup->target->tied)
-        step_load_frozen(step, &setup->target->head, step->head, compute_type(setup));
-    step_load_frozen(step, &setup->target->norm, step->norm, DTYPE_F32);
+    load_target(step);
     return 0;
 }
 
@@ -293,6 +342,14 @@ static const bf16 *step_last_hidden(const struct step *step, const struct row *r
     return row->features.last < 0 ? NULL : step->drafter.features + row->features.last;
 }
 
+// Scored slots whose teacher wants a token that the drafter can not say.
+static void count_outside(const struct step *step, int64_t slots, struct metrics *metrics)
+{
+    const struct step_setup *s = &step->setup;
+    for (int64_t i = 0; has_map(s) && s->last_plane >= 0 && i < slots; i++)
+        metrics->outside += s->map->draft_ids[step->results.teacher_argmax[i]] < 0;
+}
+
 // One group: blocks anchors[first .. first + count). Its scored slots are counted into metrics.
 static void run_group(struct step *step, const struct row *row, int64_t first, int64_t count,
                       bool gradient, bool last, struct metrics *metrics)
@@ -327,6 +384,7 @@ static void run_group(struct step *step, const struct row *row, int64_t first, i
     step_clock_read(&step->clock, backend, step->stream, step->clock.unread - before);
     if (gradient && !ready)
         group_backward(step, last);
+    count_outside(step, slots, metrics);
     metrics_count_slots(metrics, step->layout.predict_from_anchor ? 0 : 1, step->slots, slots,
                         &step->results, count, step->accepted + first);
     if (step->observer != NULL)
@@ -411,9 +469,12 @@ static int train_row(struct step *step, const struct row *row, int64_t count)
 int step_row(struct step *step, const struct row *row)
 {
     const struct config *config = step->setup.config;
-    int64_t valid = 0;
-    int64_t count = anchors_draw(row, &step->layout, &config->anchors, (uint64_t)config->run.seed,
-                                 &step->anchor_scratch, step->anchors, &valid);
+    int64_t valid = 0, count;
+    if (step->layout.eagle3) // whose blocks share what they cost, so that all are taken
+        valid = count = anchors_all(row, &step->layout, step->anchors);
+    else
+        count = anchors_draw(row, &step->layout, &config->anchors, (uint64_t)config->run.seed,
+                             &step->anchor_scratch, step->anchors, &valid);
     step->metrics.valid_anchors += (double)valid;
     return train_row(step, row, count);
 }

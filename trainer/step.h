@@ -5,6 +5,7 @@
 #define TRAINER_STEP_H
 
 #include "configs/config.h"
+#include "data/vocab_map.h"
 #include "drafter/drafter.h"
 #include "loss/loss.h"
 #include "trainer/execution.h"
@@ -25,9 +26,10 @@ struct step_setup {
     const struct target *target;
     const struct drafter_sizes *sizes;
     const struct params *params;
-    int64_t planes;       // P of the rows
-    const int32_t *plane; // [sizes->features]
-    int32_t last_plane;   // -1: no last hidden state
+    const struct vocab_map *map; // draft vocabulary; NULL: none, and in plans
+    int64_t planes;              // P of the rows
+    const int32_t *plane;        // [sizes->features]
+    int32_t last_plane;          // -1: no last hidden state
     enum last_hidden last_hidden;
     bool training;                     // false: scoring only, no gradients, no optimizer state
     const struct ownership *ownership; // NULL: one rank owns everything
@@ -58,6 +60,7 @@ struct step {
     float *master, *m, *v;             // [state_elements of each]
     struct muon muon;                  // where the config says so
     void *embed, *head;                // frozen, compute dtype
+    int32_t *vocab_ids;                // [V] target id of a row of head; NULL: row i is token i
     float *norm;                       // [H] fp32, frozen
     struct transfer transfer;          // of target and state
     struct step_stage stage;           // features
@@ -95,9 +98,9 @@ void step_close(struct step *step);
 // Initial weights: the release's, and of the config's seed where it (or NULL) has none; moments 0.
 void step_initialize(struct step *step, const struct release *release);
 void step_load(struct step *step, const struct model_state *state);
-// A tensor of the target to backend memory in `type`.
-void step_load_frozen(struct step *step, const struct target_tensor *tensor, void *to,
-                      enum dtype type);
+// A tensor of the target to backend memory in `type`; row i is its row order[i] (NULL: i).
+void step_load_frozen(struct step *step, const struct target_tensor *tensor, const int32_t *order,
+                      void *to, enum dtype type);
 // Copies this rank's masters and moments into the snapshot (not the counters), and what servers read where
 // the snapshot has room for it.
 void step_save(struct step *step, struct model_state *state);

@@ -7,15 +7,14 @@
 
 struct frozen {
     const struct target_tensor *tensor;
-    enum dtype type; // as it is on the backend
+    enum dtype type;      // as it is on the backend
+    const int32_t *order; // row i is row order[i]; NULL: i
 };
 
-static void convert_frozen(void *context, size_t at, size_t bytes, void *out)
+// Elements [first, first + count) as they lie in the tensor.
+static void convert_elements(const struct frozen *frozen, int64_t first, int64_t count, void *out)
 {
-    const struct frozen *frozen = context;
     bool from_bf16 = frozen->tensor->dtype == DTYPE_BF16, to_bf16 = frozen->type == DTYPE_BF16;
-    int64_t first = (int64_t)(at / dtype_size(frozen->type));
-    int64_t count = (int64_t)(bytes / dtype_size(frozen->type));
     const bf16 *from = (const bf16 *)frozen->tensor->data + (from_bf16 ? first : 0);
     const float *from_float = (const float *)frozen->tensor->data + (from_bf16 ? 0 : first);
 #pragma omp parallel for schedule(static)
@@ -28,10 +27,29 @@ static void convert_frozen(void *context, size_t at, size_t bytes, void *out)
     }
 }
 
-void step_load_frozen(struct step *step, const struct target_tensor *tensor, void *to,
-                      enum dtype type)
+static void convert_frozen(void *context, size_t at, size_t bytes, void *out)
 {
-    struct frozen frozen = {tensor, type};
+    const struct frozen *frozen = context;
+    int64_t first = (int64_t)(at / dtype_size(frozen->type));
+    int64_t end = first + (int64_t)(bytes / dtype_size(frozen->type));
+    int64_t width = frozen->tensor->columns;
+    if (frozen->order == NULL) {
+        convert_elements(frozen, first, end - first, out);
+        return;
+    }
+    for (int64_t i = first; i < end;) { // rows, the first and last of which may be cut
+        int64_t row = i / width, column = i % width, count = width - column;
+        count = count < end - i ? count : end - i;
+        convert_elements(frozen, frozen->order[row] * width + column, count,
+                         (unsigned char *)out + (size_t)(i - first) * dtype_size(frozen->type));
+        i += count;
+    }
+}
+
+void step_load_frozen(struct step *step, const struct target_tensor *tensor, const int32_t *order,
+                      void *to, enum dtype type)
+{
+    struct frozen frozen = {tensor, type, order};
     transfer_in(&step->transfer, to, (size_t)(tensor->rows * tensor->columns) * dtype_size(type),
                 convert_frozen, &frozen);
 }
@@ -107,6 +125,24 @@ struct initial {
     int64_t first; // element of the flat array that is made first
 };
 
+// A trained head starts as the target's rows of its tokens.
+static void head_values(const struct step_setup *s, int64_t first, int64_t count, float *out)
+{
+    const struct param *head =
+        s->sizes->trainable_head ? params_find(s->params, "lm_head.weight") : NULL;
+    const struct target *t = s->target;
+    if (head == NULL)
+        return;
+    int64_t begin = first > head->offset ? first : head->offset;
+    int64_t end = head->offset + head->count;
+    end = first + count < end ? first + count : end;
+    const int32_t *order = s->map != NULL ? s->map->ids : NULL;
+    struct frozen frozen = {t->tied ? &t->embed : &t->head, DTYPE_F32, order};
+    if (begin < end)
+        convert_frozen(&frozen, (size_t)(begin - head->offset) * sizeof(float),
+                       (size_t)(end - begin) * sizeof(float), out + (begin - first));
+}
+
 static void initial_values(void *context, size_t at, size_t bytes, void *out)
 {
     const struct initial *initial = context;
@@ -115,6 +151,7 @@ static void initial_values(void *context, size_t at, size_t bytes, void *out)
     int64_t count = (int64_t)(bytes / sizeof(float));
     params_values(setup->params, (uint64_t)setup->config->run.seed, setup->config->drafter.init_std,
                   first, count, out);
+    head_values(setup, first, count, out);
     release_values(initial->release, setup->params, first, count, out);
 }
 

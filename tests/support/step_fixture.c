@@ -152,6 +152,21 @@ static void make_target(struct step_fixture *f, const struct step_fixture_option
     fill_normal(f->norm, h, 1.0, 0.2, o->seed, 3);
 }
 
+// Tokens spread over the whole vocabulary.
+static void make_map(struct step_fixture *f, const struct step_fixture_options *o)
+{
+    int64_t vocab = f->target.vocab_size;
+    struct error err = {0};
+    if (o->draft_vocab == 0)
+        return;
+    int64_t *counts = memory_alloc((size_t)vocab, sizeof(*counts));
+    for (int64_t i = 0; i < vocab; i++)
+        counts[i] = 1 + i * 37 % vocab;
+    if (vocab_map_make(&f->map, counts, vocab, o->draft_vocab, &err) != 0)
+        die("%s", err.text);
+    free(counts);
+}
+
 // Larger than at the start of training and norms off 1, so that every path matters.
 static void make_weights(struct step_fixture *f, const struct step_fixture_options *o)
 {
@@ -199,6 +214,8 @@ void step_fixture_resolve(struct step_fixture *f, const int64_t *layer_ids, int6
     if (drafter_sizes_resolve(&f->sizes, &f->config.drafter, &f->target, layer_ids, features,
                               &err) != 0)
         die("%s", err.text);
+    if (f->map.draft_size > 0)
+        f->sizes.draft_vocab = f->map.draft_size;
     drafter_params(&f->sizes, &f->params);
     f->planes = features + 1;
     for (int32_t l = 0; l < features; l++)
@@ -219,6 +236,7 @@ void step_fixture_init(struct step_fixture *f, const struct step_fixture_options
     *f = (struct step_fixture){.last_hidden = options->last_hidden, .float8 = options->float8};
     make_config(&f->config, options);
     make_target(f, options);
+    make_map(f, options);
     step_fixture_resolve(f, ids, FEATURES);
     make_weights(f, options);
 }
@@ -305,6 +323,7 @@ struct step_setup step_fixture_setup(const struct step_fixture *f)
                                .target = &f->target,
                                .sizes = &f->sizes,
                                .params = &f->params,
+                               .map = f->map.draft_size > 0 ? &f->map : NULL,
                                .planes = f->planes,
                                .plane = f->plane,
                                .last_plane = f->last_plane,
@@ -333,6 +352,7 @@ void step_fixture_release(struct step_fixture *f)
     step_close(&f->step);
     model_state_close(&f->state);
     params_release(&f->params);
+    vocab_map_release(&f->map);
     config_release(&f->config);
     if (f->embed == NULL)
         target_close(&f->target);

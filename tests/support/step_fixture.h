@@ -17,6 +17,7 @@ struct step_fixture_options {
     bool tied;                    // the head is the embedding
     enum last_hidden last_hidden; // 0: pre_norm
     bool float8;                  // rows have codes and scales
+    int64_t draft_vocab;          // tokens of a made-up draft vocabulary; 0: none
     const char *const *sets;      // "section.key=value" over tiny defaults with loss.kl 1
     size_t set_count;
 };
@@ -36,6 +37,7 @@ struct step_fixture {
     struct config config;
     struct target target;
     float *embed, *head, *norm; // the made-up target's own tensors; NULL: the target is of files
+    struct vocab_map map;       // draft_size 0: none
     struct drafter_sizes sizes;
     struct params params;
     struct execution execution;
