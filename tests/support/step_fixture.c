@@ -41,7 +41,7 @@ static void counted_gemm(struct stream *stream, const struct gemm *gemm)
             wrapped.rows.student += gemm->m;
         else if (gemm->a == step->loss.teacher)
             wrapped.rows.teacher += gemm->m;
-        else if (gemm->k == step->setup.target->vocab_size)
+        else if (gemm->k == step->setup.sizes->draft_vocab)
             wrapped.rows.gradient += gemm->m;
         else
             BUG("the head is multiplied with something unknown");
