@@ -9,6 +9,10 @@
 enum { CPU_GROUP_ROWS = 512, CUDA_GROUP_ROWS = 8192 };
 // Of a chunk's logits. With little memory: no more than what the passes need in the same place.
 static const double cpu_chunk_bytes = 256e6, cuda_chunk_bytes = 4.1e9, low_chunk_bytes = 2.3e9;
+// EAGLE-3: the rows of a ttt_step are multiplied together, so positions are what counts. A chunk holds
+// ttt_steps short rows of students for one of a teacher.
+enum { CUDA_POSITIONS = 2048, LOW_POSITIONS = 1024 };
+static const double eagle3_chunk_bytes = 1.6e9, low_eagle3_chunk_bytes = 0.8e9;
 
 static int64_t round_down(int64_t value, int64_t multiple)
 {
@@ -16,21 +20,38 @@ static int64_t round_down(int64_t value, int64_t multiple)
     return result > 0 ? result : multiple;
 }
 
+static double chunk_bytes(const struct config *config, const struct drafter_sizes *sizes, bool cpu)
+{
+    bool low = config->memory.mode == MEMORY_LOW;
+    if (cpu)
+        return cpu_chunk_bytes;
+    if (sizes->kind == DRAFTER_EAGLE3)
+        return low ? low_eagle3_chunk_bytes : eagle3_chunk_bytes;
+    return low ? low_chunk_bytes : cuda_chunk_bytes;
+}
+
+static int64_t usual_group(const struct config *config, const struct drafter_sizes *sizes, bool cpu)
+{
+    if (cpu)
+        return CPU_GROUP_ROWS;
+    if (sizes->kind == DRAFTER_EAGLE3)
+        return sizes->ttt_steps *
+               (config->memory.mode == MEMORY_LOW ? LOW_POSITIONS : CUDA_POSITIONS);
+    return CUDA_GROUP_ROWS;
+}
+
 static void choose_cut(struct execution *e, const struct config *config,
                        const struct drafter_sizes *sizes, bool cpu)
 {
     int64_t group = config->memory.group_rows, chunk = config->memory.chunk_rows;
     if (group == 0)
-        group = cpu ? CPU_GROUP_ROWS : CUDA_GROUP_ROWS;
+        group = usual_group(config, sizes, cpu);
     if (group > execution_most_rows(config, sizes))
         group = execution_most_rows(config, sizes);
     e->group_rows = round_down(group, sizes->block_size);
     if (chunk == 0) {
         double logit = strcmp(e->logits, "bf16") == 0 ? 2.0 : 4.0;
-        double bytes = cpu                                 ? cpu_chunk_bytes
-                       : config->memory.mode == MEMORY_LOW ? low_chunk_bytes
-                                                           : cuda_chunk_bytes;
-        chunk = (int64_t)(bytes / (logit * (double)sizes->vocab));
+        chunk = (int64_t)(chunk_bytes(config, sizes, cpu) / (logit * (double)sizes->vocab));
         if (chunk > 2 * e->group_rows)
             chunk = 2 * e->group_rows; // students and as many teachers
         if (chunk < 64)

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "base/log.h"
+#include "data/safetensors.h"
 #include "trainer/files.h"
 
 static bool has_weights(const char *path)
@@ -283,6 +284,35 @@ static int open_data(struct plan_input *input, struct config *config, struct err
     return status;
 }
 
+// How many tokens a map that is not there yet is taken for: what most drafters have.
+enum { USUAL_DRAFT_VOCAB = 32000 };
+
+// The size of the draft vocabulary; of its file only the shape is looked at.
+static int open_map(struct plan_input *input, const struct config *config, struct error *err)
+{
+    const char *path = config->drafter.draft_vocab;
+    int64_t vocab = input->target.vocab_size, *size = &input->subject.draft_vocab;
+    static const int64_t any = -1;
+    struct safetensors file;
+    if (config->drafter.kind != DRAFTER_EAGLE3 || path == NULL)
+        return 0;
+    if (!files_exists(path)) {
+        *size = vocab < USUAL_DRAFT_VOCAB ? vocab : USUAL_DRAFT_VOCAB;
+        log_warn("drafter.draft_vocab: %s is not there; planned for one of %lld tokens", path,
+                 (long long)*size);
+        return 0;
+    }
+    if (safetensors_open(&file, path, err) != 0)
+        return error_prefix(err, "drafter.draft_vocab");
+    const struct safetensors_entry *d2t = safetensors_get(&file, "d2t", "I64", 1, &any, err);
+    *size = d2t != NULL ? d2t->shape[0] : 0;
+    safetensors_close(&file);
+    if (d2t == NULL || *size < 1 || *size > vocab)
+        return error_set(err, "drafter.draft_vocab: %s has no d2t of 1 to %lld tokens", path,
+                         (long long)vocab);
+    return 0;
+}
+
 // auto without a GPU: whoever plans here trains elsewhere.
 static void choose_backend(struct plan_input *input, const struct config *config, bool look)
 {
@@ -306,7 +336,7 @@ int plan_input_open(struct plan_input *input, struct config *config, const char 
     if (session_check_built(config, err) != 0 ||
         open_target(input, config, target_config, err) != 0)
         return -1;
-    if (open_data(input, config, err) != 0)
+    if (open_data(input, config, err) != 0 || open_map(input, config, err) != 0)
         return -1;
     choose_backend(input, config, look);
     return 0;

@@ -34,16 +34,43 @@ static void count_rows(struct plan_work *w, const struct plan *plan, const struc
         most *= in_row;
     w->rows = config->data.rows_per_step;
     w->tokens = tokens;
-    w->anchors = least(most, tokens - 1.0);
+    bool all = s->kind == DRAFTER_EAGLE3; // positions are not drawn
+    w->anchors = all ? tokens - 1.0 : least(most, tokens - 1.0);
     w->block_rows = w->anchors * block;
     w->groups = ceil(w->block_rows / (double)plan->execution.group_rows);
     w->scored = w->anchors * drafts;
-    w->teachers = tokens * (1.0 - exp(-w->scored / tokens));
+    w->teachers = all ? tokens : tokens * (1.0 - exp(-w->scored / tokens));
     w->guessed = documents->tokens == 0;
     double length = w->guessed ? tokens : documents->mean_length;
     for (int64_t l = 0; l < s->layers; l++)
         w->visible +=
             visible_positions(length, s->sliding[l] ? (double)s->window : 0.0) / (double)s->layers;
+}
+
+// Of one row of EAGLE-3. Step 0 of the layers before the last, and all keys and values of step 0, are the
+// context's; so is the embedding's half of the first layer's products.
+static void count_steps_of_layers(struct plan_work *w, const struct plan *plan,
+                                  const struct config *config)
+{
+    const struct drafter_sizes *s = &plan->sizes;
+    double h = (double)s->hidden, q = (double)(s->heads * s->head_dim);
+    double kv = (double)(s->kv_heads * s->head_dim), before = (double)s->layers - 1.0;
+    double later = w->anchors * ((double)s->ttt_steps - 1.0) * (double)s->layers;
+    double behind = q * h + 3.0 * h * (double)s->intermediate,
+           tokens = (double)config->data.seq_len;
+    double fc = 2.0 * tokens * (double)s->features * h * h;
+    bool normed = s->norm_before_fc || s->fc_norm;
+    double keys = 2.0 * tokens * h * (q + 2.0 * kv + (before + 1.0) * 2.0 * kv);
+    double whole = 2.0 * tokens * before * (h * q + behind);
+    w->forward = 2.0 * (later * (h * (q + 2.0 * kv) + behind) + w->anchors * (h * q + behind));
+    w->backward = 2.0 * w->forward;
+    w->context = (normed ? 3.0 : 2.0) * fc + 3.0 * (keys + whole);
+    w->recompute = whole;
+    if (strcmp(plan->execution.recompute, "layer") == 0)
+        w->recompute +=
+            2.0 * (later + w->anchors) * (2.0 * q * h + 2.0 * h * (double)s->intermediate);
+    double pairs = (later + w->anchors) * (w->visible + 0.5 * (double)s->ttt_steps);
+    w->attention = (2.0 + 5.0) * 2.0 * q * (pairs + tokens * before * w->visible);
 }
 
 // Of one row.
@@ -72,10 +99,11 @@ static void count_layers(struct plan_work *w, const struct plan *plan, const str
 static void count_loss(struct plan_work *w, const struct plan *plan,
                        const struct plan_subject *subject)
 {
-    double product = 2.0 * (double)plan->sizes.hidden * (double)plan->sizes.vocab;
-    w->student = w->scored * product;
-    w->gradient = w->scored * product;
-    w->teacher = subject->last_plane >= 0 ? w->teachers * product : 0.0;
+    const struct drafter_sizes *s = &plan->sizes;
+    double token = 2.0 * (double)s->hidden, student = w->scored * token * (double)s->draft_vocab;
+    w->student = student;
+    w->gradient = s->trainable_head ? 2.0 * student : student;
+    w->teacher = subject->last_plane >= 0 ? w->teachers * token * (double)s->vocab : 0.0;
 }
 
 // Gradients read for their norm and for the update, masters and moments read and written, weights written;
@@ -129,7 +157,10 @@ void plan_work(struct plan_work *w, const struct plan *plan, const struct plan_s
 {
     *w = (struct plan_work){.rows = 0};
     count_rows(w, plan, config, documents);
-    count_layers(w, plan, config);
+    if (plan->sizes.kind == DRAFTER_EAGLE3)
+        count_steps_of_layers(w, plan, config);
+    else
+        count_layers(w, plan, config);
     count_loss(w, plan, subject);
     count_update(w, plan);
     sum(w);

@@ -15,6 +15,15 @@ struct row_work row_work_of(const struct drafter_sizes *sizes, const struct para
         all += (double)params->items[i].count;
         fc += params->items[i].part == 0 ? (double)params->items[i].count : 0.0;
     }
+    if (sizes->kind ==
+        DRAFTER_EAGLE3) { // the head, and the embedding's half of the first layer, which comes once a token
+        double half = hidden * (q + 2.0 * kv), head = hidden * (double)sizes->draft_vocab;
+        double step = all - fc - half - (sizes->trainable_head ? head : 0.0);
+        double block = (double)sizes->block_size * (6.0 * step + 4.0 * head);
+        return (struct row_work){.token = 6.0 * (fc + half + layers * 2.0 * kv * hidden),
+                                 .block = block + 2.0 * hidden * (double)sizes->vocab,
+                                 .visible = 14.0 * layers * q * (double)sizes->block_size};
+    }
     // Forward and backward of a product are 6 operations a weight; student logits, their gradient and at
     // most as many teacher logits are 6 for each value of the head.
     double row = 6.0 * (all - fc) + 6.0 * hidden * (double)sizes->vocab;

@@ -307,6 +307,8 @@ void session_share_rows(const struct session *s, const struct packing *packing,
 {
     struct row_work work = row_work_of(&s->sizes, &s->params);
     int64_t most = s->config->anchors.max_anchors;
+    if (s->sizes.kind == DRAFTER_EAGLE3) // all positions
+        most = 0;
     if (s->config->anchors.per == ANCHORS_PER_ROW)
         work.most_per_row = most;
     else
