@@ -70,7 +70,6 @@ struct sweep_point {
     char *reason; // of FAILED and TOO_LARGE, in words; NULL: none
     int64_t block_size;
     int64_t steps;       // that it takes; 0: not known yet (equal time)
-    int64_t most_steps;  // that its config gives
     double anchors;      // that these steps draw; NAN: not counted
     double step_seconds; // equal time: as measured; 0: not yet
     int64_t needed;      // bytes, as planned

@@ -224,7 +224,7 @@ static int count_all(struct sweep *sweep, struct opened *opened, struct counted 
         if (status == 0) {
             sweep->points[i].block_size = config.drafter.block_size;
             status = count_point(&opened->session, anchors, &counted[i], err);
-            sweep->points[i].most_steps = counted[i].steps;
+            opened->session.config = &opened->config; // the point's own ends here
         }
         config_release(&config);
         if (status != 0)
