@@ -15,7 +15,8 @@ enum { RUNS = 5 };
 
 struct layout {
     const char *name;
-    int64_t anchors, block_size, context, documents, window; // window 0: none
+    // block_size 0: a row for each anchor, which sees itself and what is before it; window 0: none
+    int64_t anchors, block_size, context, documents, window;
     int64_t heads, kv_heads, head_dim;
 };
 
@@ -28,6 +29,12 @@ static const struct layout layouts[] = {
     {"1 document, heads of 64", 1024, 8, 8192, 1, 0, 9, 3, 64},
     {"1 document, heads of 96", 512, 16, 8192, 1, 0, 24, 8, 96},
     {"1 document, heads of 256", 512, 16, 8192, 1, 0, 16, 4, 256},
+    {"no blocks, 8192 tokens", 8192, 0, 8192, 1, 0, 32, 8, 128},
+    {"no blocks, 4 documents", 8192, 0, 8192, 4, 0, 32, 8, 128},
+    {"no blocks, window 2048", 8192, 0, 8192, 1, 2048, 32, 8, 128},
+    {"no blocks, 32768 tokens", 32768, 0, 32768, 1, 0, 32, 8, 128},
+    {"no blocks, 2340 of 8192", 2340, 0, 8192, 1, 0, 32, 8, 128},
+    {"no blocks, heads of 64", 8192, 0, 8192, 1, 0, 9, 3, 64},
 };
 
 struct bench {
@@ -66,6 +73,11 @@ static const int32_t *take_integers(struct bench *bench, const int32_t *values, 
     return device;
 }
 
+static int64_t rows_of(const struct layout *l)
+{
+    return l->anchors * (l->block_size > 0 ? l->block_size : 1);
+}
+
 // Anchors spread evenly over the row. Returns the pairs of a query and a key of one head.
 static double bind_ranges(struct bench *bench, const struct layout *l, struct attention *op)
 {
@@ -73,9 +85,11 @@ static double bind_ranges(struct bench *bench, const struct layout *l, struct at
     int32_t *end = memory_alloc((size_t)op->rows, sizeof(*end));
     int64_t length = l->context / l->documents, pairs = 0;
     for (int64_t row = 0; row < op->rows; row++) {
-        int64_t anchor = (row / l->block_size * l->context + l->context / 2) / l->anchors;
+        int64_t size = l->block_size > 0 ? l->block_size : 1;
+        int64_t anchor = (row / size * l->context + l->context / 2) / l->anchors;
         int64_t first = anchor / length * length;
-        int64_t seen = anchor + row % l->block_size - l->window + 1;
+        int64_t seen = anchor + row % size - l->window + 1;
+        anchor += l->block_size == 0; // the row's own position
         if (l->window > 0 && seen > first)
             first = seen < anchor ? seen : anchor;
         begin[row] = (int32_t)first;
@@ -95,14 +109,16 @@ static void bind_tensors(struct bench *bench, struct attention *op)
     int64_t context = op->context * op->kv_heads, d = op->head_dim;
     op->q = take_random(bench, queries * d);
     op->dout = take_random(bench, queries * d);
-    op->k_block = take_random(bench, keys * d);
-    op->v_block = take_random(bench, keys * d);
+    if (op->block_size > 0) {
+        op->k_block = take_random(bench, keys * d);
+        op->v_block = take_random(bench, keys * d);
+        op->dk_block = take(bench, (size_t)(keys * d) * sizeof(bf16));
+        op->dv_block = take(bench, (size_t)(keys * d) * sizeof(bf16));
+    }
     op->k_context = take_random(bench, context * d);
     op->v_context = take_random(bench, context * d);
     op->out = take(bench, (size_t)(queries * d) * sizeof(bf16));
     op->dq = take(bench, (size_t)(queries * d) * sizeof(bf16));
-    op->dk_block = take(bench, (size_t)(keys * d) * sizeof(bf16));
-    op->dv_block = take(bench, (size_t)(keys * d) * sizeof(bf16));
     op->lse = take(bench, (size_t)queries * sizeof(float));
     op->delta = take(bench, (size_t)queries * sizeof(float));
     op->dk_context = take(bench, (size_t)(context * d) * sizeof(float));
@@ -125,7 +141,7 @@ static double seconds_of(const struct bench *bench, const struct attention *op,
 
 static void bench_layout(struct bench *bench, const struct layout *l)
 {
-    struct attention op = {.rows = l->anchors * l->block_size,
+    struct attention op = {.rows = rows_of(l),
                            .block_size = l->block_size,
                            .context = l->context,
                            .heads = l->heads,

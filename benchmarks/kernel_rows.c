@@ -97,6 +97,10 @@ CALL(swiglu_backward, swiglu)
 CALL(gather_rows, gather_rows)
 CALL(scatter_rows, scatter_rows)
 CALL(context_load, context_load)
+CALL(diagonal_forward, diagonal)
+CALL(diagonal_backward, diagonal)
+CALL(vocab_scan, vocab_scan)
+CALL(draft_overlap, draft_overlap)
 CALL(adamw, adamw)
 CALL(sum_squares, sum_squares)
 CALL(convert, convert)
@@ -423,6 +427,112 @@ static void bind_noisy_context(struct bench *bench, const struct sizes *s, struc
     op->positions = take_integers(bench, s->t, 1, s->t);
 }
 
+// The last of seven steps: a group's positions with a key of each of six.
+static void bind_diagonal(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    enum { ROWS = 2340, STEPS = 6 };
+    int64_t queries = ROWS * s->heads * s->head_dim, keys = ROWS * s->kv_heads * s->head_dim;
+    struct diagonal *op = &job->op.diagonal;
+    *op = (struct diagonal){.rows = ROWS,
+                            .steps = STEPS,
+                            .heads = s->heads,
+                            .kv_heads = s->kv_heads,
+                            .head_dim = s->head_dim,
+                            .scale = 0.1f,
+                            .type = bench->type,
+                            .k_step = keys,
+                            .k_stride = s->kv_heads * s->head_dim,
+                            .v_step = keys,
+                            .v_stride = s->kv_heads * s->head_dim};
+    op->q = bench_take_in(bench, bench->type, queries);
+    op->k = bench_take_in(bench, bench->type, STEPS * keys);
+    op->v = bench_take_in(bench, bench->type, STEPS * keys);
+}
+
+static void bind_diagonal_forward(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    struct diagonal *op = &job->op.diagonal;
+    bind_diagonal(bench, s, job);
+    op->out = take_changed(bench, bench->type, op->rows * op->heads * op->head_dim);
+    op->lse = take_changed(bench, DTYPE_F32, op->rows * op->heads);
+    job->call = call_diagonal_forward;
+}
+
+static void bind_diagonal_backward(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    struct diagonal *op = &job->op.diagonal;
+    bind_diagonal(bench, s, job);
+    int64_t queries = op->rows * op->heads * op->head_dim;
+    int64_t keys = op->steps * op->rows * op->kv_heads * op->head_dim;
+    op->out = bench_take_in(bench, bench->type, queries);
+    op->lse = take_positive(bench, op->rows * op->heads);
+    op->dout = bench_take_in(bench, bench->type, queries);
+    op->dq = take_changed(bench, bench->type, queries);
+    op->dk = take_changed(bench, DTYPE_F32, keys);
+    op->dv = take_changed(bench, DTYPE_F32, keys);
+    job->call = call_diagonal_backward;
+}
+
+// Tokens that a draft vocabulary keeps.
+static int64_t kept_of(const struct sizes *s)
+{
+    return s->v > 64000 ? 32000 : s->v / 2;
+}
+
+static void vocab_scan_of(struct bench *bench, const struct sizes *s, struct job *job,
+                          enum dtype type)
+{
+    int64_t kept = kept_of(s), others = s->v - kept, rows = s->c / 4;
+    job->op.vocab_scan =
+        (struct vocab_scan){.rows = rows,
+                            .kept = kept,
+                            .others = others,
+                            .logits_type = type,
+                            .kept_logits = bench_take_in(bench, type, rows * kept),
+                            .other_logits = bench_take_in(bench, type, rows * others),
+                            .ids = take_integers(bench, s->v, 1, s->v),
+                            .lse = bench_take_out(bench, DTYPE_F32, rows),
+                            .argmax = bench_take_out(bench, DTYPE_I32, rows)};
+    job->call = call_vocab_scan;
+}
+
+static void bind_vocab_scan(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    vocab_scan_of(bench, s, job, DTYPE_F32);
+}
+
+static void bind_vocab_scan_low(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    vocab_scan_of(bench, s, job, bench->type);
+}
+
+// Each teacher row has a student row.
+static void draft_overlap_of(struct bench *bench, const struct sizes *s, struct job *job,
+                             enum dtype type)
+{
+    int64_t vocab = kept_of(s), rows = s->c / 2;
+    job->op.draft_overlap =
+        (struct draft_overlap){.rows = rows,
+                               .vocab = vocab,
+                               .logits_type = type,
+                               .student = bench_take_in(bench, type, rows * vocab),
+                               .teacher = bench_take_in(bench, type, rows * vocab),
+                               .teacher_row = take_integers(bench, rows, 1, rows),
+                               .teacher_lse = take_positive(bench, rows),
+                               .overlap = bench_take_out(bench, DTYPE_F32, rows)};
+    job->call = call_draft_overlap;
+}
+
+static void bind_draft_overlap(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    draft_overlap_of(bench, s, job, DTYPE_F32);
+}
+
+static void bind_draft_overlap_low(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    draft_overlap_of(bench, s, job, bench->type);
+}
+
 static void bind_adamw(struct bench *bench, const struct sizes *s, struct job *job)
 {
     struct adamw *op = &job->op.adamw;
@@ -526,6 +636,12 @@ const struct row bench_rows[] = {
     {"context_load", "plain", bind_context},
     {"context_load", "noise", bind_noisy_context},
     {"context_load", "float8", bind_float8_context},
+    {"diagonal_forward", "steps", bind_diagonal_forward},
+    {"diagonal_backward", "steps", bind_diagonal_backward},
+    {"vocab_scan", "fp32", bind_vocab_scan},
+    {"vocab_scan", "low", bind_vocab_scan_low},
+    {"draft_overlap", "fp32", bind_draft_overlap},
+    {"draft_overlap", "low", bind_draft_overlap_low},
     {"adamw", "all", bind_adamw},
     {"sum_squares", "all", bind_sum_squares},
     {"convert", "context", bind_convert},

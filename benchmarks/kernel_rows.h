@@ -61,6 +61,9 @@ struct job {
         struct gather_rows gather_rows;
         struct scatter_rows scatter_rows;
         struct context_load context_load;
+        struct diagonal diagonal;
+        struct vocab_scan vocab_scan;
+        struct draft_overlap draft_overlap;
         struct adamw adamw;
         struct sum_squares sum_squares;
         struct convert convert;
