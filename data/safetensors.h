@@ -52,6 +52,10 @@ void safetensors_writer_metadata(struct safetensors_writer *writer, const char *
 // Returns the tensor's index.
 int safetensors_writer_add(struct safetensors_writer *writer, const char *name, enum dtype dtype,
                            int dims, const int64_t *shape);
+// The same with the dtype's name in the file, of elements of so many bytes: "BOOL", 1.
+int safetensors_writer_add_as(struct safetensors_writer *writer, const char *name,
+                              const char *dtype, size_t element_size, int dims,
+                              const int64_t *shape);
 // Writes header and sizes the file (a full disk shows here).
 int safetensors_writer_begin(struct safetensors_writer *writer, struct error *err);
 // Bytes of tensor `index` from byte `offset` of the tensor on.

@@ -73,6 +73,14 @@ static void add_count(cJSON *array, uint64_t value)
 int safetensors_writer_add(struct safetensors_writer *writer, const char *name, enum dtype dtype,
                            int dims, const int64_t *shape)
 {
+    return safetensors_writer_add_as(writer, name, dtype_in_file(dtype), dtype_size(dtype), dims,
+                                     shape);
+}
+
+int safetensors_writer_add_as(struct safetensors_writer *writer, const char *name,
+                              const char *dtype, size_t element_size, int dims,
+                              const int64_t *shape)
+{
     BUG_UNLESS(!writer->begun && dims >= 0 && dims <= SAFETENSORS_DIMS);
     BUG_UNLESS(cJSON_GetObjectItemCaseSensitive(writer->header, name) == NULL);
     if (writer->count == writer->capacity) {
@@ -81,9 +89,9 @@ int safetensors_writer_add(struct safetensors_writer *writer, const char *name, 
             memory_resize(writer->tensors, (size_t)writer->capacity, sizeof(*writer->tensors));
     }
     cJSON *entry = cJSON_AddObjectToObject(writer->header, name);
-    cJSON_AddStringToObject(entry, "dtype", dtype_in_file(dtype));
+    cJSON_AddStringToObject(entry, "dtype", dtype);
     cJSON *sizes = cJSON_AddArrayToObject(entry, "shape");
-    uint64_t size = dtype_size(dtype);
+    uint64_t size = element_size;
     for (int i = 0; i < dims; i++) {
         BUG_UNLESS(shape[i] >= 0);
         size *= (uint64_t)shape[i];

@@ -10,7 +10,6 @@
 
 #include "base/memory.h"
 #include "base/rng.h"
-#include "data/safetensors.h"
 
 int vocab_map_count(const struct documents *documents, int64_t *counts, struct error *err)
 {
@@ -242,26 +241,36 @@ static int read_metadata(struct vocab_map *map, const struct safetensors *file, 
     return 0;
 }
 
+int vocab_map_tables(struct vocab_map *map, const struct safetensors *file, struct error *err)
+{
+    static const int64_t any = -1;
+    const struct safetensors_entry *members = safetensors_find(file, "t2d");
+    bool is_bool = members != NULL && strcmp(members->dtype, "BOOL") == 0;
+    *map = (struct vocab_map){0};
+    const struct safetensors_entry *d2t = safetensors_get(file, "d2t", "I64", 1, &any, err);
+    const struct safetensors_entry *t2d =
+        d2t != NULL ? safetensors_get(file, "t2d", is_bool ? "BOOL" : "U8", 1, &any, err) : NULL;
+    if (d2t == NULL || t2d == NULL)
+        return -1;
+    alloc_tables(map, t2d->shape[0], d2t->shape[0]);
+    memcpy(map->d2t, d2t->bytes, d2t->size);
+    memcpy(map->t2d, t2d->bytes, t2d->size);
+    if (check_tables(map, file->path, err) == 0)
+        return 0;
+    vocab_map_release(map);
+    return -1;
+}
+
 int vocab_map_read(struct vocab_map *map, const struct documents *documents, bool counted,
                    const char *path, struct error *err)
 {
-    static const int64_t any = -1;
     struct safetensors file;
     *map = (struct vocab_map){0};
     if (safetensors_open(&file, path, err) != 0)
         return -1;
-    const struct safetensors_entry *d2t = safetensors_get(&file, "d2t", "I64", 1, &any, err);
-    const struct safetensors_entry *t2d =
-        d2t != NULL ? safetensors_get(&file, "t2d", "U8", 1, &any, err) : NULL;
-    int result = d2t != NULL && t2d != NULL ? 0 : -1;
-    if (result == 0) {
-        alloc_tables(map, t2d->shape[0], d2t->shape[0]);
-        memcpy(map->d2t, d2t->bytes, d2t->size);
-        memcpy(map->t2d, t2d->bytes, t2d->size);
-        result = read_metadata(map, &file, err);
-    }
+    int result = vocab_map_tables(map, &file, err);
     if (result == 0)
-        result = check_tables(map, path, err);
+        result = read_metadata(map, &file, err);
     if (result == 0)
         result = check_origin(map, documents, counted, path, err);
     if (result != 0)

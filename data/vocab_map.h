@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "data/documents.h"
+#include "data/safetensors.h"
 
 struct vocab_map {
     int64_t vocab_size;   // V
@@ -47,6 +48,8 @@ int vocab_map_write(const struct vocab_map *map, const struct documents *documen
 // documents are what it is to have been counted from, of other data.
 int vocab_map_read(struct vocab_map *map, const struct documents *documents, bool counted,
                    const char *path, struct error *err);
+// The tables alone, d2t and t2d (U8 or BOOL) of an open file: those of a released drafter.
+int vocab_map_tables(struct vocab_map *map, const struct safetensors *file, struct error *err);
 // Differs between maps that keep different tokens.
 uint64_t vocab_map_hash(const struct vocab_map *map);
 

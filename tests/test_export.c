@@ -60,8 +60,11 @@ static bool is_there(const char *name)
 static cJSON *export_config(const float *master)
 {
     struct error err = {""};
-    if (export_zlab_write(folder, &drafter.params, &(struct export_weights){.master = master},
-                          &drafter.sizes, &drafter.target, &err) != 0)
+    const struct export_drafter written = {.params = &drafter.params,
+                                           .weights = {.master = master},
+                                           .sizes = &drafter.sizes,
+                                           .target = &drafter.target};
+    if (export_servable_write(folder, &written, &err) != 0)
         fail_msg("%s", err.text);
     char *text = read_text("config.json");
     cJSON *config = cJSON_Parse(text);

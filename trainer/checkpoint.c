@@ -98,10 +98,13 @@ static int write_fp32(const char *path, const struct model_state *state, enum st
 static int write_servable(struct part *part)
 {
     const struct model_state *state = part->state;
-    const struct export_weights weights = {state->served == NULL ? state->master : NULL,
-                                           state->served};
-    return export_zlab_write(part->directory, state->layout.params, &weights, part->info->sizes,
-                             part->info->target, &part->err);
+    const struct export_drafter drafter = {
+        .params = state->layout.params,
+        .weights = {state->served == NULL ? state->master : NULL, state->served},
+        .sizes = part->info->sizes,
+        .target = part->info->target,
+        .map = part->info->map};
+    return export_servable_write(part->directory, &drafter, &part->err);
 }
 
 static void *write_part(void *argument)

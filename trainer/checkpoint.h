@@ -1,12 +1,13 @@
 // Checkpoints: RUN/checkpoints/step-00001200/ with master.safetensors, adam_m.safetensors,
 // adam_v.safetensors (fp32, whole tensors by name), state.json (counters, data fingerprint, loss of the
 // clock), config.yaml, execution.json, provenance.json, model.safetensors + config.json (servable,
-// z-lab layout), and an empty DONE, written last. Of several ranks each writes the tensors it owns into files
+// z-lab layout; EAGLE-3: SpecForge's), and an empty DONE, written last. Of several ranks each writes the tensors it owns into files
 // of its own, master-00001-of-00002.safetensors and so on; all else is rank 0's. Any number of ranks reads it.
 #ifndef TRAINER_CHECKPOINT_H
 #define TRAINER_CHECKPOINT_H
 
 #include "configs/config.h"
+#include "data/vocab_map.h"
 #include "drafter/drafter_sizes.h"
 #include "trainer/execution.h"
 #include "trainer/model_state.h"
@@ -17,7 +18,8 @@ struct checkpoint_info {
     const struct execution *execution;
     const struct drafter_sizes *sizes;
     const struct target *target;
-    const char *target_name; // for the export
+    const struct vocab_map *map; // of eagle3; NULL: the whole vocabulary
+    const char *target_name;     // for the export
     uint64_t data_fingerprint;
     const char *command; // as typed
 };

@@ -26,7 +26,8 @@ const struct option_row option_rows[] = {
      .kind = OPTION_PERHAPS,
      .value_at = FIELD(allow_unservable),
      .value = "NAMES",
-     .choices = "sliding_window_non_causal\0window_origin\0layer_types\0"},
+     .choices = "sliding_window_non_causal\0window_origin\0layer_types\0style\0"
+                "norm_before_residual\0norm_before_fc\0"},
     {.name = "blocks",
      .kind = OPTION_TEXT,
      .value_at = FIELD(blocks),

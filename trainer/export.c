@@ -1,6 +1,6 @@
 // Owns the z-lab layout of a DFlash drafter: tensor names are the parameters' own, config.json states
-// what was trained in the words that servers read. Does not own `dtrain export` (export_command.c) nor
-// what servers do not run (export_servable.c).
+// what was trained in the words that servers read; and what all layouts share. Does not own EAGLE-3's
+// (export_eagle3.c), `dtrain export` (export_command.c) nor what servers do not run (export_servable.c).
 #include "trainer/export_internal.h"
 
 #include <stdio.h>
@@ -43,13 +43,19 @@ static void add_factor(cJSON *object, const char *name, double value)
         json_add_real(object, name, value);
 }
 
+void export_add_layer_ids(cJSON *object, const char *name, const struct drafter_sizes *sizes,
+                          int64_t shift)
+{
+    cJSON *ids = cJSON_AddArrayToObject(object, name);
+    for (int64_t i = 0; i < sizes->features; i++)
+        cJSON_AddItemToArray(ids, json_int(sizes->target_layer_ids[i] + shift));
+}
+
 static void add_dflash(cJSON *object, const struct drafter_sizes *sizes)
 {
     cJSON *dflash = cJSON_AddObjectToObject(object, "dflash_config");
     json_add_int(dflash, "mask_token_id", sizes->mask_token_id);
-    cJSON *ids = cJSON_AddArrayToObject(dflash, "target_layer_ids");
-    for (int64_t i = 0; i < sizes->features; i++)
-        cJSON_AddItemToArray(ids, json_int(sizes->target_layer_ids[i]));
+    export_add_layer_ids(dflash, "target_layer_ids", sizes, 0);
 }
 
 static void add_rope(cJSON *object, const struct drafter_sizes *sizes)
@@ -71,10 +77,17 @@ static void add_rope(cJSON *object, const struct drafter_sizes *sizes)
     json_add_int(object, "max_position_embeddings", sizes->max_position_embeddings);
 }
 
-// layer_types decides. max_window_layers is the layer count whatever the types are: vLLM asserts that
+static bool is_llama(const struct drafter_sizes *sizes)
+{
+    return sizes->kind == DRAFTER_EAGLE3 && !sizes->head_norms;
+}
+
+// layer_types decides; Llama's configuration has no windows by itself. max_window_layers is the layer count whatever the types are: vLLM asserts that
 // for mixed layers, and readers with layer_types do not use it.
 static void add_layer_types(cJSON *object, const struct drafter_sizes *sizes)
 {
+    if (is_llama(sizes) && !export_any_sliding(sizes))
+        return;
     cJSON *types = cJSON_AddArrayToObject(object, "layer_types");
     for (int64_t i = 0; i < sizes->layers; i++)
         cJSON_AddItemToArray(
@@ -89,6 +102,8 @@ static void add_layer_types(cJSON *object, const struct drafter_sizes *sizes)
 
 void export_add_layers(cJSON *object, const struct drafter_sizes *sizes)
 {
+    if (sizes->kind == DRAFTER_EAGLE3)
+        cJSON_AddStringToObject(object, "model_type", is_llama(sizes) ? "llama" : "qwen3");
     json_add_int(object, "num_hidden_layers", sizes->layers);
     json_add_int(object, "hidden_size", sizes->hidden);
     json_add_int(object, "intermediate_size", sizes->intermediate);
@@ -134,51 +149,59 @@ static cJSON *make_config(const struct drafter_sizes *sizes, const struct target
 // ---- model.safetensors ---------------------------------------------------------------------------
 
 static int write_values(struct safetensors_writer *writer, int index, const float *values,
-                        int64_t count, bf16 *chunk, struct error *err)
+                        int64_t count, struct error *err)
 {
-    for (int64_t begin = 0; begin < count; begin += CHUNK) {
+    bf16 *chunk = memory_alloc(CHUNK, sizeof(*chunk));
+    int result = 0;
+    for (int64_t begin = 0; begin < count && result == 0; begin += CHUNK) {
         int64_t n = count - begin < CHUNK ? count - begin : CHUNK;
         for (int64_t i = 0; i < n; i++)
             chunk[i] = bf16_from_float(values[begin + i]);
-        if (safetensors_writer_write(writer, index, (size_t)begin * sizeof(bf16), chunk,
-                                     (size_t)n * sizeof(bf16), err) != 0)
-            return -1;
-    }
-    return 0;
-}
-
-static int write_tensors(struct safetensors_writer *writer, const struct params *params,
-                         const struct export_weights *weights, struct error *err)
-{
-    safetensors_writer_metadata(writer, "format", "pt"); // transformers asks for it
-    for (size_t i = 0; i < params->count; i++) {
-        const struct param *param = &params->items[i];
-        safetensors_writer_add(writer, param->name, DTYPE_BF16, param->dims, param->shape);
-    }
-    if (safetensors_writer_begin(writer, err) != 0)
-        return -1;
-    bf16 *chunk = memory_alloc(CHUNK, sizeof(*chunk));
-    int result = 0;
-    for (size_t i = 0; i < params->count && result == 0; i++) {
-        const struct param *param = &params->items[i];
-        if (weights->master != NULL)
-            result = write_values(writer, (int)i, weights->master + param->offset, param->count,
-                                  chunk, err);
-        else
-            result = safetensors_writer_write(writer, (int)i, 0, weights->served + param->offset,
-                                              (size_t)param->count * sizeof(bf16), err);
+        result = safetensors_writer_write(writer, index, (size_t)begin * sizeof(bf16), chunk,
+                                          (size_t)n * sizeof(bf16), err);
     }
     free(chunk);
     return result;
 }
 
-static int write_model(const char *path, const struct params *params,
-                       const struct export_weights *weights, struct error *err)
+int export_write_param(struct safetensors_writer *writer, int index,
+                       const struct export_weights *weights, const struct param *param,
+                       struct error *err)
+{
+    if (weights->master != NULL)
+        return write_values(writer, index, weights->master + param->offset, param->count, err);
+    return safetensors_writer_write(writer, index, 0, weights->served + param->offset,
+                                    (size_t)param->count * sizeof(bf16), err);
+}
+
+int export_write_rows(struct safetensors_writer *writer, int index,
+                      const struct target_tensor *tensor, const int32_t *ids, int64_t rows,
+                      struct error *err)
+{
+    int64_t width = tensor->columns;
+    size_t bytes = (size_t)width * sizeof(bf16);
+    bf16 *row = memory_alloc(1, bytes);
+    int result = 0;
+    for (int64_t r = 0; r < rows && result == 0; r++) {
+        int64_t first = (ids != NULL ? ids[r] : r) * width;
+        for (int64_t i = 0; i < width; i++)
+            row[i] = tensor->dtype == DTYPE_BF16
+                         ? ((const bf16 *)tensor->data)[first + i]
+                         : bf16_from_float(((const float *)tensor->data)[first + i]);
+        result = safetensors_writer_write(writer, index, (size_t)r * bytes, row, bytes, err);
+    }
+    free(row);
+    return result;
+}
+
+int export_write_model(const char *path, export_fill_fn *fill, const void *context,
+                       struct error *err)
 {
     struct safetensors_writer *writer;
     if (safetensors_writer_open(&writer, path, err) != 0)
         return -1;
-    int result = write_tensors(writer, params, weights, err);
+    safetensors_writer_metadata(writer, "format", "pt"); // transformers asks for it
+    int result = fill(writer, context, err);
     struct error close_err = {""};
     int closed = safetensors_writer_close(writer, result == 0, &close_err);
     if (result == 0 && closed != 0)
@@ -186,15 +209,31 @@ static int write_model(const char *path, const struct params *params,
     return result;
 }
 
-int export_zlab_write(const char *directory, const struct params *params,
-                      const struct export_weights *weights, const struct drafter_sizes *sizes,
-                      const struct target *target, struct error *err)
+static int fill_zlab(struct safetensors_writer *writer, const void *context, struct error *err)
 {
+    const struct export_drafter *drafter = context;
+    const struct params *params = drafter->params;
+    for (size_t i = 0; i < params->count; i++) {
+        const struct param *param = &params->items[i];
+        safetensors_writer_add(writer, param->name, DTYPE_BF16, param->dims, param->shape);
+    }
+    int result = safetensors_writer_begin(writer, err);
+    for (size_t i = 0; i < params->count && result == 0; i++)
+        result = export_write_param(writer, (int)i, &drafter->weights, &params->items[i], err);
+    return result;
+}
+
+int export_servable_write(const char *directory, const struct export_drafter *drafter,
+                          struct error *err)
+{
+    bool eagle3 = drafter->sizes->kind == DRAFTER_EAGLE3;
     char *model = memory_format("%s/model.safetensors", directory);
     char *config = memory_format("%s/config.json", directory);
-    int result = write_model(model, params, weights, err);
+    int result = eagle3 ? export_specforge_model(model, drafter, err)
+                        : export_write_model(model, fill_zlab, drafter, err);
     if (result == 0) {
-        cJSON *object = make_config(sizes, target);
+        cJSON *object = eagle3 ? export_specforge_config(drafter->sizes, drafter->target)
+                               : make_config(drafter->sizes, drafter->target);
         result = json_write_file(object, config, err);
         cJSON_Delete(object);
     }

@@ -4,10 +4,11 @@
 #define TRAINER_EXPORT_H
 
 #include "data/safetensors.h"
+#include "data/vocab_map.h"
 #include "drafter/drafter_sizes.h"
 #include "trainer/model_state.h"
 
-// SpecForge reads and writes DFlash drafters in z-lab's layout.
+// SpecForge reads and writes DFlash drafters in z-lab's layout, and has one of its own for EAGLE-3.
 enum export_format { EXPORT_ZLAB, EXPORT_SPECFORGE, EXPORT_SPECULATORS };
 // zlab, specforge, speculators; -1: no format of this program.
 int export_format_find(const char *name);
@@ -18,22 +19,29 @@ int export_check_allowed(const char *allow, struct error *err);
 // only logged ("": all that can be, NULL: none).
 int export_check_servable(const struct drafter_sizes *sizes, enum export_format format,
                           const char *allow, struct error *err);
-// Writes model.safetensors and config.json in z-lab's layout into an existing directory. Does not ask
-// export_check_servable: checkpoints are written for every drafter.
+// What servers read of a checkpoint, into an existing directory: model.safetensors and config.json in
+// z-lab's layout of DFlash, in SpecForge's of EAGLE-3. Does not ask export_check_servable: checkpoints are
+// written for every drafter.
 struct export_weights {
     const float *master; // [params->elements], to be rounded; NULL: served
     const bf16 *served;  // [params->elements]
 };
-int export_zlab_write(const char *directory, const struct params *params,
-                      const struct export_weights *weights, const struct drafter_sizes *sizes,
-                      const struct target *target, struct error *err);
+struct export_drafter {
+    const struct params *params;
+    struct export_weights weights;
+    const struct drafter_sizes *sizes;
+    const struct target *target;
+    const struct vocab_map *map; // NULL: the whole vocabulary
+};
+int export_servable_write(const char *directory, const struct export_drafter *drafter,
+                          struct error *err);
 
 // A drafter in speculators' layout, with the target's embedding and head.
 struct export_speculators {
     const struct drafter_sizes *sizes;
     const struct target *target;
     const char *target_name;         // as servers find it
-    const struct safetensors *model; // the tensors in z-lab's layout, bf16
+    const struct safetensors *model; // as export_servable_write wrote it
 };
 int export_speculators_write(const struct export_speculators *drafter, const char *model_path,
                              const char *config_path, struct error *err);

@@ -1,4 +1,5 @@
-// Owns `dtrain export`: refusals, and the way out of a checkpoint, which holds the z-lab layout.
+// Owns `dtrain export`: refusals, and the way out of a checkpoint, which holds the z-lab layout (EAGLE-3:
+// SpecForge's).
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,27 +30,58 @@ struct source {
     struct drafter_sizes sizes;
     struct params params;
     struct release release; // the checkpoint's own export
+    struct vocab_map map;   // that it holds; without one draft_size is 0
     char *target_name;
 };
 
 // What a server may not run, from the checkpoint's config; the other sizes are not looked at.
-static int served_sizes(struct source *source, struct error *err)
+static void served_sizes(struct source *source)
 {
     const struct drafter_config *config = &source->config.drafter;
-    if (config->kind != DRAFTER_DFLASH)
-        return error_set(err,
-                         "the checkpoint is of an eagle3 drafter; this program exports dflash");
-    source->sizes = (struct drafter_sizes){.layers = config->layers,
+    bool eagle3 = config->kind == DRAFTER_EAGLE3;
+    source->sizes = (struct drafter_sizes){.kind = config->kind,
+                                           .layers = config->layers,
+                                           .head_norms = !eagle3 || config->style == STYLE_QWEN3,
                                            .predict_from_anchor = config->predict_from_anchor,
                                            .sliding_causal = !config->sliding_window_non_causal,
                                            .window_origin = config->window_origin,
-                                           .mask_token_id = config->mask_token_id};
+                                           .mask_token_id = config->mask_token_id,
+                                           .norm_before_residual = config->norm_before_residual,
+                                           .norm_before_fc = config->norm_before_fc,
+                                           .fc_norm = config->fc_norm};
     for (size_t i = 0; i < config->layer_types.count && i < DRAFTER_MAX_LAYERS; i++)
         source->sizes.sliding[i] = strcmp(config->layer_types.items[i], "sliding_attention") == 0;
-    return 0;
 }
 
-// The target's vocabulary, from the checkpoint's own export.
+// EAGLE-3 brings its own head, and embeds by itself: no server has these factors of a target there.
+static int refuse_scales(const struct drafter_sizes *sizes, const char *where, double embed,
+                         double logits, struct error *err)
+{
+    const char *instead = sizes->kind == DRAFTER_DFLASH
+                              ? "; --format zlab leaves both to the target"
+                              : ", nor has any that EAGLE-3 drafters are served from";
+    int faults = 0;
+    if (embed != 1.0)
+        faults |= error_add(err,
+                            "not exported: target %s multiplies its embedding by %g, and this "
+                            "layout has no field for it%s",
+                            where, embed, instead);
+    if (logits != 1.0)
+        faults |= error_add(err,
+                            "not exported: target %s multiplies its logits by %g, and this layout "
+                            "has no field for it%s",
+                            where, logits, instead);
+    return faults;
+}
+
+static double factor_of(const struct json_file *file, const char *name)
+{
+    const cJSON *item = cJSON_GetObjectItem(file->root, name);
+    return cJSON_IsNumber(item) ? item->valuedouble : 1.0;
+}
+
+// The target's vocabulary, from the checkpoint's own export, which states a target's factors where EAGLE-3
+// would need them.
 static int read_vocabulary(struct source *source, struct error *err)
 {
     struct json_file file;
@@ -59,6 +91,10 @@ static int read_vocabulary(struct source *source, struct error *err)
     if (result != 0)
         return -1;
     result = json_get_int(&file, "vocab_size", &source->sizes.vocab, err);
+    if (result == 0 && source->sizes.kind == DRAFTER_EAGLE3)
+        result =
+            refuse_scales(&source->sizes, source->config.target.path,
+                          factor_of(&file, "embed_scale"), factor_of(&file, "logit_scale"), err);
     json_close(&file);
     return result;
 }
@@ -66,6 +102,8 @@ static int read_vocabulary(struct source *source, struct error *err)
 static void warn_of_windows(const struct drafter_sizes *sizes, enum export_format format)
 {
     int64_t sliding = 0;
+    if (sizes->kind != DRAFTER_DFLASH)
+        return;
     for (int64_t i = 0; i < sizes->layers; i++)
         sliding += sizes->sliding[i];
     if (sliding > 0)
@@ -83,10 +121,10 @@ static int open_checkpoint(struct source *source, struct error *err)
     int result = checkpoint_check(request->checkpoint, err);
     if (result == 0)
         result = config_load(&source->config, path, NULL, 0, err);
-    if (result == 0)
-        result = served_sizes(source, err);
-    if (result == 0)
+    if (result == 0) {
+        served_sizes(source);
         result = read_vocabulary(source, err);
+    }
     if (result == 0)
         result = export_check_servable(&source->sizes, request->format, request->allow, err);
     free(path);
@@ -104,11 +142,14 @@ static int read_layer_ids(const char *checkpoint, int64_t *ids, int64_t *count, 
     free(path);
     if (result != 0)
         return -1;
-    const cJSON *item = NULL, *dflash = cJSON_GetObjectItem(file.root, "dflash_config");
+    const cJSON *dflash = cJSON_GetObjectItem(file.root, "dflash_config"), *item = NULL;
+    const cJSON *eagle = cJSON_GetObjectItem(file.root, "eagle_config");
+    const cJSON *list = cJSON_GetObjectItem(dflash, "target_layer_ids");
+    if (eagle != NULL)
+        list = cJSON_GetObjectItem(eagle, "eagle_aux_hidden_state_layer_ids");
     *count = 0;
-    cJSON_ArrayForEach(
-        item, cJSON_GetObjectItem(dflash, "target_layer_ids")) if (*count < DRAFTER_MAX_LAYERS)
-        ids[(*count)++] = (int64_t)item->valuedouble;
+    cJSON_ArrayForEach(item, list) if (*count < DRAFTER_MAX_LAYERS) ids[(*count)++] =
+        (int64_t)item->valuedouble;
     json_close(&file);
     return 0;
 }
@@ -130,20 +171,19 @@ static int read_target_name(struct source *source, struct error *err)
     return result;
 }
 
-static int refuse_scales(const struct target *target, struct error *err)
+// The draft vocabulary that the checkpoint's own export holds.
+static int read_map(struct source *source, struct error *err)
 {
-    int faults = 0;
-    if (target->embed_scale != 1.0f)
-        faults |= error_add(err,
-                            "not exported: target %s multiplies its embedding by %g, and this "
-                            "layout has no field for it; --format zlab leaves both to the target",
-                            target->path, (double)target->embed_scale);
-    if (target->logit_scale != 1.0f)
-        faults |= error_add(err,
-                            "not exported: target %s multiplies its logits by %g, and this layout "
-                            "has no field for it; --format zlab leaves both to the target",
-                            target->path, (double)target->logit_scale);
-    return faults;
+    struct safetensors model;
+    char *path = memory_format("%s/model.safetensors", source->request->checkpoint);
+    int result = safetensors_open(&model, path, err);
+    if (result == 0 && safetensors_find(&model, "d2t") != NULL)
+        result = vocab_map_tables(&source->map, &model, err);
+    if (result == 0 && source->map.draft_size > 0)
+        source->sizes.draft_vocab = source->map.draft_size;
+    safetensors_close(&model);
+    free(path);
+    return result;
 }
 
 // The drafter with all its sizes. The checkpoint's config.json must say the same, or the target is not
@@ -157,13 +197,16 @@ static int open_drafter(struct source *source, struct error *err)
         return error_prefix(err, "%s", request->target != NULL ? "--target" : "target.path");
     if (read_layer_ids(request->checkpoint, ids, &count, err) != 0 ||
         drafter_sizes_resolve(&source->sizes, &source->config.drafter, &source->target, ids, count,
-                              err) != 0)
+                              err) != 0 ||
+        read_map(source, err) != 0)
         return -1;
     drafter_params(&source->sizes, &source->params);
-    const struct release_wanted wanted = {&source->sizes, &source->params, &source->target, NULL};
+    const struct release_wanted wanted = {&source->sizes, &source->params, &source->target, NULL,
+                                          source->map.draft_size > 0 ? &source->map : NULL};
     if (release_open(&source->release, request->checkpoint, &wanted, err) != 0)
         return error_prefix(err, "the target is not the one of this checkpoint");
-    if (refuse_scales(&source->target, err) != 0 ||
+    if (refuse_scales(&source->sizes, source->target.path, (double)source->target.embed_scale,
+                      (double)source->target.logit_scale, err) != 0 ||
         export_check_servable(&source->sizes, request->format, request->allow, err) != 0)
         return -1;
     return read_target_name(source, err);
@@ -173,6 +216,7 @@ static void close_source(struct source *source)
 {
     free(source->target_name);
     release_close(&source->release);
+    vocab_map_release(&source->map);
     params_release(&source->params);
     target_close(&source->target);
     config_release(&source->config);

@@ -28,33 +28,70 @@ struct reason {
     bool (*holds)(const struct drafter_sizes *sizes, enum export_format format);
 };
 
+static bool is_dflash(const struct drafter_sizes *sizes)
+{
+    return sizes->kind == DRAFTER_DFLASH;
+}
+
 static bool from_anchor(const struct drafter_sizes *sizes, enum export_format format)
 {
     (void)format;
-    return sizes->predict_from_anchor;
+    return is_dflash(sizes) && sizes->predict_from_anchor;
 }
 
 static bool not_causal(const struct drafter_sizes *sizes, enum export_format format)
 {
     (void)format;
-    return export_any_sliding(sizes) && !sizes->sliding_causal;
+    return is_dflash(sizes) && export_any_sliding(sizes) && !sizes->sliding_causal;
 }
 
 static bool other_origin(const struct drafter_sizes *sizes, enum export_format format)
 {
     (void)format;
-    return export_any_sliding(sizes) && sizes->window_origin != WINDOW_FROM_QUERY;
+    return is_dflash(sizes) && export_any_sliding(sizes) &&
+           sizes->window_origin != WINDOW_FROM_QUERY;
 }
 
 static bool mixed_layers(const struct drafter_sizes *sizes, enum export_format format)
 {
-    return format == EXPORT_SPECULATORS && is_mixed(sizes);
+    return is_dflash(sizes) && format == EXPORT_SPECULATORS && is_mixed(sizes);
 }
 
 static bool mask_outside(const struct drafter_sizes *sizes, enum export_format format)
 {
     (void)format;
-    return sizes->mask_token_id >= sizes->vocab;
+    return is_dflash(sizes) && sizes->mask_token_id >= sizes->vocab;
+}
+
+// EAGLE-3 in SpecForge's layout is SGLang's.
+static bool of_sglang(const struct drafter_sizes *sizes, enum export_format format)
+{
+    return !is_dflash(sizes) && format == EXPORT_SPECFORGE;
+}
+
+static bool wrong_format(const struct drafter_sizes *sizes, enum export_format format)
+{
+    return !is_dflash(sizes) && format == EXPORT_ZLAB;
+}
+
+static bool head_norms(const struct drafter_sizes *sizes, enum export_format format)
+{
+    return of_sglang(sizes, format) && sizes->head_norms;
+}
+
+static bool normed_residual(const struct drafter_sizes *sizes, enum export_format format)
+{
+    return of_sglang(sizes, format) && sizes->norm_before_residual;
+}
+
+static bool normed_features(const struct drafter_sizes *sizes, enum export_format format)
+{
+    return of_sglang(sizes, format) && sizes->norm_before_fc;
+}
+
+static bool windows(const struct drafter_sizes *sizes, enum export_format format)
+{
+    return of_sglang(sizes, format) && export_any_sliding(sizes);
 }
 
 static const struct reason reasons[] = {
@@ -73,6 +110,27 @@ static const struct reason reasons[] = {
     {"mask_token_id",
      "outside the vocabulary, and servers keep embedding rows for the vocabulary alone", false,
      mask_outside},
+    {"kind",
+     "the z-lab layout is one of DFlash drafters; EAGLE-3 has --format specforge, which SGLang "
+     "reads, "
+     "and speculators, which vLLM reads",
+     false, wrong_format},
+    {"style",
+     "SGLang has no norms on queries and keys for EAGLE-3 (style llama has none); --format "
+     "speculators has",
+     true, head_norms},
+    {"norm_before_residual",
+     "SGLang adds the layer to the feature as it is, not to the normed one; --format speculators "
+     "states it",
+     true, normed_residual},
+    {"norm_before_fc",
+     "SGLang has no norm over all features before fc (0.5.23 has; versions before leave it out "
+     "without a word); --format speculators states it",
+     true, normed_features},
+    {"layer_types",
+     "SGLang does not read windows from a drafter; it has one for all layers, "
+     "--speculative-draft-window-size; --format speculators states them",
+     true, windows},
 };
 enum { REASONS = sizeof(reasons) / sizeof(*reasons) };
 
@@ -101,7 +159,8 @@ int export_check_allowed(const char *allow, struct error *err)
         if (!known)
             return error_set(err,
                              "--allow-unservable: %.*s can not be allowed; there are "
-                             "sliding_window_non_causal, window_origin and layer_types",
+                             "sliding_window_non_causal, window_origin and layer_types, and of "
+                             "eagle3 style, norm_before_residual and norm_before_fc",
                              (int)n, at);
         at += n + (at[n] == ',');
     }

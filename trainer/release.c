@@ -1,5 +1,5 @@
 // Owns a released drafter's tensors: what is missing, extra or misshapen, and their values as fp32.
-// config.json is compared in release_config.c.
+// config.json is compared in release_config.c, names and tensors of EAGLE-3 alone are release_eagle3.c's.
 #include "trainer/release_internal.h"
 
 #include <math.h>
@@ -121,49 +121,70 @@ static bf16 target_value(const struct target_tensor *tensor, int64_t index)
                                        : bf16_from_float(((const float *)tensor->data)[index]);
 }
 
-// A copy of the target's embedding or head: rows of the vocabulary, values as bf16. Training and scoring
-// take the target's own, so a copy that differs is another drafter.
-static void check_copy(struct release_check *check, const struct safetensors_entry *entry,
-                       const struct target_tensor *tensor)
+// Training and scoring take the target's own values, so a copy that differs is another drafter.
+void release_check_copy(struct release_check *check, const struct safetensors_entry *entry,
+                        const struct target_tensor *tensor, const int32_t *ids, int64_t rows,
+                        const char *hint)
 {
-    int64_t rows = check->wanted->sizes->vocab, width = check->wanted->sizes->hidden, bad = -1;
+    int64_t width = check->wanted->sizes->hidden, bad = -1;
     if (!check_entry(check, entry, 2, (const int64_t[]){rows, width}))
         return;
     float *values = memory_alloc((size_t)width, sizeof(*values));
     for (int64_t r = 0; r < rows && bad < 0; r++) {
+        int64_t first = (ids != NULL ? ids[r] : r) * width;
         copy_values(entry, r * width, width, values);
         for (int64_t i = 0; i < width; i++)
-            if (bf16_from_float(values[i]) != target_value(tensor, r * width + i))
+            if (bf16_from_float(values[i]) != target_value(tensor, first + i))
                 bad = r;
     }
     if (bad >= 0)
-        release_fault(check, entry->name, "row %lld is not that of the target, %s, which is used",
-                      (long long)bad, check->wanted->target->path);
+        release_fault(check, entry->name, "row %lld is not that of the target, %s, which is used%s",
+                      (long long)bad, check->wanted->target->path, hint);
     free(values);
+}
+
+static void check_param(struct release_check *check, const struct safetensors *model,
+                        const struct param *param)
+{
+    struct release_place place = release_find(model, check->wanted->params, param);
+    if (place.entry == NULL) {
+        release_fault(check, param->name, "the tensor is missing");
+        return;
+    }
+    check->read[place.entry - model->entries] = true;
+    int64_t shape[2] = {place.rows, param->shape[1]};
+    if (check_entry(check, place.entry, param->dims, shape) && place.row == 0)
+        check_finite(check, place.entry, param->count / param->shape[0] * place.rows);
+}
+
+static bool check_other(struct release_check *check, const struct release *release,
+                        const struct safetensors_entry *entry)
+{
+    const struct release_wanted *wanted = check->wanted;
+    if (wanted->sizes->kind == DRAFTER_EAGLE3)
+        return release_check_eagle3_tensor(check, &release->model, entry);
+    bool copies = release->layout == RELEASE_SPECULATORS;
+    bool embed = strcmp(entry->name, "embed_tokens.weight") == 0;
+    if (!copies || (!embed && strcmp(entry->name, "lm_head.weight") != 0))
+        return false;
+    release_check_copy(check, entry, embed ? &wanted->target->embed : &wanted->target->head, NULL,
+                       wanted->sizes->vocab, "");
+    return true;
 }
 
 static void check_tensors(struct release_check *check, const struct release *release)
 {
     const struct params *params = check->wanted->params;
     const struct safetensors *model = &release->model;
-    for (size_t i = 0; i < params->count; i++) {
-        const struct param *param = &params->items[i];
-        const struct safetensors_entry *entry = safetensors_find(model, param->name);
-        if (entry == NULL)
-            release_fault(check, param->name, "the tensor is missing");
-        else if (check_entry(check, entry, param->dims, param->shape))
-            check_finite(check, entry, param->count);
-    }
-    for (size_t i = 0; i < model->count; i++) {
-        const struct safetensors_entry *entry = &model->entries[i];
-        bool copies = release->layout == RELEASE_SPECULATORS;
-        if (copies && strcmp(entry->name, "embed_tokens.weight") == 0)
-            check_copy(check, entry, &check->wanted->target->embed);
-        else if (copies && strcmp(entry->name, "lm_head.weight") == 0)
-            check_copy(check, entry, &check->wanted->target->head);
-        else if (params_find(params, entry->name) == NULL)
-            release_fault(check, entry->name, "this drafter has no such tensor");
-    }
+    check->read = memory_alloc(model->count + 1, sizeof(*check->read));
+    for (size_t i = 0; i < params->count; i++)
+        check_param(check, model, &params->items[i]);
+    for (size_t i = 0; i < model->count; i++)
+        if (!check->read[i] && !check_other(check, release, &model->entries[i]))
+            release_fault(check, model->entries[i].name, "this drafter has no such tensor");
+    if (check->wanted->sizes->kind == DRAFTER_EAGLE3)
+        release_check_eagle3_map(check, model);
+    free(check->read);
 }
 
 // ---- the directory -------------------------------------------------------------------------------
@@ -186,7 +207,8 @@ static int check_config(struct release *release, struct release_check *check, co
     if (json_open(&file, path, check->err) != 0)
         return -1;
     check->file = path;
-    int result = release_recognise(file.root, path, &release->layout, check->err);
+    int result = release_recognise(file.root, check->wanted->sizes->kind, path, &release->layout,
+                                   check->err);
     if (result == 0)
         release_check_config(check, file.root, release->layout);
     json_close(&file);
@@ -240,14 +262,17 @@ void release_values(const struct release *release, const struct params *params, 
     bool empty = release == NULL || release->model.count == 0;
     for (size_t i = 0; i < params->count && !empty; i++) {
         const struct param *param = &params->items[i];
-        const struct safetensors_entry *entry = safetensors_find(&release->model, param->name);
+        struct release_place place = release_find(&release->model, params, param);
         int64_t begin = first > param->offset ? first - param->offset : 0;
         int64_t end = first + count - param->offset;
+        int64_t shape[2] = {place.rows, param->shape[1]};
         if (end > param->count)
             end = param->count;
-        if (begin >= end || entry == NULL || !has_type(entry) ||
-            !has_shape(entry, param->dims, param->shape))
+        if (begin >= end || place.entry == NULL || !has_type(place.entry) ||
+            !has_shape(place.entry, param->dims, shape))
             continue;
-        copy_values(entry, begin, end - begin, out + (begin + param->offset - first));
+        int64_t skipped = place.row * (param->count / param->shape[0]);
+        copy_values(place.entry, skipped + begin, end - begin,
+                    out + (begin + param->offset - first));
     }
 }

@@ -1,15 +1,17 @@
-// A released DFlash drafter on disk: config.json and model.safetensors in any layout that `dtrain export`
-// writes; config.json tells which. Strict: whatever is not as the run wants it is an error that names the
+// A released drafter on disk: config.json and model.safetensors in any layout that `dtrain export`
+// writes; config.json tells which. EAGLE-3 also with q, k and v, or gate and up, as one tensor. Strict: whatever is not as the run wants it is an error that names the
 // file and the field or tensor, unless that name is allowed.
 #ifndef TRAINER_RELEASE_H
 #define TRAINER_RELEASE_H
 
 #include "data/safetensors.h"
+#include "data/vocab_map.h"
 #include "drafter/drafter_sizes.h"
 
 enum release_layout {
     RELEASE_ZLAB,        // SpecForge's too
     RELEASE_SPECULATORS, // with copies of the target's embedding and head, or without
+    RELEASE_SPECFORGE,   // EAGLE-3 as SpecForge, SGLang and EAGLE have it
 };
 
 // What the drafter must be.
@@ -18,6 +20,7 @@ struct release_wanted {
     const struct params *params;
     const struct target *target;
     const struct config_texts *allow; // fields and tensors that may differ; NULL: none
+    const struct vocab_map *map;      // of eagle3; NULL: the whole vocabulary
 };
 
 struct release {

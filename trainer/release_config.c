@@ -1,4 +1,5 @@
-// Owns the comparison of a released drafter's config.json with what is wanted. Fields that are not
+// Owns the comparison of a released DFlash drafter's config.json with what is wanted, and what EAGLE-3's
+// (release_eagle3_config.c) shares with it. Fields that are not
 // stated have the defaults of the classes that read the file: Transformers' Qwen3 configuration and
 // speculators' DFlash one, which leave out what is at its default when they save.
 #include "trainer/release_internal.h"
@@ -6,28 +7,21 @@
 #include <math.h>
 #include <string.h>
 
-static const cJSON *get(const cJSON *object, const char *name)
+const cJSON *release_get(const cJSON *object, const char *name)
 {
     const cJSON *item = cJSON_GetObjectItemCaseSensitive(object, name);
     return cJSON_IsNull(item) ? NULL : item;
 }
 
-static const char *text_of(const cJSON *item)
+const char *release_text_of(const cJSON *item)
 {
     return cJSON_IsString(item) ? item->valuestring : "";
 }
 
-// A number that must be exactly the wanted one. Where it is not stated it is `standard`; NAN: it must
-// be stated.
-struct number {
-    const char *name, *key;
-    double standard, wanted;
-};
-
-static void check_number(struct release_check *check, const cJSON *object,
-                         const struct number *number)
+void release_check_number(struct release_check *check, const cJSON *object,
+                          const struct release_number *number)
 {
-    const cJSON *item = get(object, number->name);
+    const cJSON *item = release_get(object, number->name);
     double value = item == NULL ? number->standard : item->valuedouble;
     if (item != NULL && !cJSON_IsNumber(item))
         release_fault(check, number->name, "not a number");
@@ -39,29 +33,39 @@ static void check_number(struct release_check *check, const cJSON *object,
                       item == NULL ? " where it is not stated" : "", number->key, number->wanted);
 }
 
-static void check_flag(struct release_check *check, const cJSON *object, const char *name,
-                       bool standard, bool wanted, const char *meaning)
+void release_check_flag(struct release_check *check, const cJSON *object, const char *name,
+                        bool standard, bool wanted, const char *meaning)
 {
-    const cJSON *item = get(object, name);
+    const cJSON *item = release_get(object, name);
     bool value = item == NULL ? standard : cJSON_IsTrue(item);
     if (value != wanted)
         release_fault(check, name, "%s, but %s", value ? "true" : "false", meaning);
 }
 
-static void check_text(struct release_check *check, const cJSON *object, const char *name,
-                       const char *wanted, const char *meaning)
+void release_check_text(struct release_check *check, const cJSON *object, const char *name,
+                        const char *wanted, const char *meaning)
 {
-    const cJSON *item = get(object, name);
-    if (item != NULL && strcmp(text_of(item), wanted) != 0)
-        release_fault(check, name, "\"%s\", but %s", text_of(item), meaning);
+    const cJSON *item = release_get(object, name);
+    if (item != NULL && strcmp(release_text_of(item), wanted) != 0)
+        release_fault(check, name, "\"%s\", but %s", release_text_of(item), meaning);
 }
 
 // ---- the draft layers ----------------------------------------------------------------------------
 
+void release_check_eps(struct release_check *check, const cJSON *layers)
+{
+    const cJSON *eps = release_get(layers, "rms_norm_eps");
+    double value = cJSON_IsNumber(eps) ? eps->valuedouble : 1e-6;
+    float wanted = check->wanted->sizes->eps;
+    if ((float)value != wanted)
+        release_fault(check, "rms_norm_eps", "%g, but drafter.rms_norm_eps is %g", value,
+                      (double)wanted);
+}
+
 static void check_widths(struct release_check *check, const cJSON *layers)
 {
     const struct drafter_sizes *s = check->wanted->sizes;
-    const struct number numbers[] = {
+    const struct release_number numbers[] = {
         {"hidden_size", "hidden_size of the target", 4096, (double)s->hidden},
         {"vocab_size", "vocab_size of the target", 151936, (double)s->vocab},
         {"num_hidden_layers", "drafter.layers", 32, (double)s->layers},
@@ -71,15 +75,12 @@ static void check_widths(struct release_check *check, const cJSON *layers)
         {"intermediate_size", "drafter.intermediate_size", 22016, (double)s->intermediate},
     };
     for (size_t i = 0; i < sizeof(numbers) / sizeof(*numbers); i++)
-        check_number(check, layers, &numbers[i]);
-    const cJSON *eps = get(layers, "rms_norm_eps");
-    double value = cJSON_IsNumber(eps) ? eps->valuedouble : 1e-6;
-    if ((float)value != s->eps)
-        release_fault(check, "rms_norm_eps", "%g, but drafter.rms_norm_eps is %g", value,
-                      (double)s->eps);
-    check_text(check, layers, "model_type", "qwen3", "dtrain's DFlash layers are qwen3");
-    check_text(check, layers, "hidden_act", "silu", "dtrain's MLP has silu");
-    check_flag(check, layers, "attention_bias", false, false, "dtrain's projections have no bias");
+        release_check_number(check, layers, &numbers[i]);
+    release_check_eps(check, layers);
+    release_check_text(check, layers, "model_type", "qwen3", "dtrain's DFlash layers are qwen3");
+    release_check_text(check, layers, "hidden_act", "silu", "dtrain's MLP has silu");
+    release_check_flag(check, layers, "attention_bias", false, false,
+                       "dtrain's projections have no bias");
 }
 
 static void check_rope_members(struct release_check *check, const cJSON *rope)
@@ -99,14 +100,17 @@ static void check_rope_members(struct release_check *check, const cJSON *rope)
     }
 }
 
-static void check_rope_scaling(struct release_check *check, const cJSON *layers, const cJSON *rope)
+static void check_rope_scaling(struct release_check *check, const cJSON *layers, const cJSON *rope,
+                               double standard_positions)
 {
     static const char *const types[] = {[ROPE_SCALING_NONE] = "default",
                                         [ROPE_SCALING_LINEAR] = "linear",
                                         [ROPE_SCALING_YARN] = "yarn"};
     const struct drafter_sizes *s = check->wanted->sizes;
-    const cJSON *type = get(rope, "rope_type") != NULL ? get(rope, "rope_type") : get(rope, "type");
-    const char *name = type != NULL ? text_of(type) : "default", *wanted = types[s->rope_scaling];
+    const cJSON *type = release_get(rope, "rope_type") != NULL ? release_get(rope, "rope_type")
+                                                               : release_get(rope, "type");
+    const char *name = type != NULL ? release_text_of(type) : "default",
+               *wanted = types[s->rope_scaling];
     if (strcmp(name, wanted) != 0) {
         release_fault(check, "rope_scaling",
                       "the type is \"%s\", but drafter.rope_scaling gives \"%s\"", name, wanted);
@@ -114,34 +118,38 @@ static void check_rope_scaling(struct release_check *check, const cJSON *layers,
     }
     if (s->rope_scaling == ROPE_SCALING_NONE)
         return;
-    check_number(check, rope,
-                 &(struct number){"factor", "drafter.rope_factor", NAN, s->rope_factor});
-    const struct number positions = {"original_max_position_embeddings",
-                                     "drafter.rope_original_positions", NAN,
-                                     (double)s->rope_original_positions};
-    const struct number all = {"max_position_embeddings", positions.key, 32768, positions.wanted};
-    bool stated = get(rope, positions.name) != NULL;
+    release_check_number(
+        check, rope,
+        &(struct release_number){"factor", "drafter.rope_factor", NAN, s->rope_factor});
+    const struct release_number positions = {"original_max_position_embeddings",
+                                             "drafter.rope_original_positions", NAN,
+                                             (double)s->rope_original_positions};
+    const struct release_number all = {"max_position_embeddings", positions.key, standard_positions,
+                                       positions.wanted};
+    bool stated = release_get(rope, positions.name) != NULL;
     if (s->rope_scaling == ROPE_SCALING_YARN)
-        check_number(check, stated ? rope : layers, stated ? &positions : &all);
+        release_check_number(check, stated ? rope : layers, stated ? &positions : &all);
 }
 
-static void check_rope(struct release_check *check, const cJSON *layers)
+void release_check_rope(struct release_check *check, const cJSON *layers, double positions)
 {
-    const cJSON *rope = get(layers, "rope_parameters");
+    const cJSON *rope = release_get(layers, "rope_parameters");
     if (rope == NULL)
-        rope = get(layers, "rope_scaling");
-    const cJSON *theta = get(rope, "rope_theta") != NULL ? rope : layers;
+        rope = release_get(layers, "rope_scaling");
+    const cJSON *theta = release_get(rope, "rope_theta") != NULL ? rope : layers;
     const double wanted = check->wanted->sizes->rope_theta;
-    check_number(check, theta, &(struct number){"rope_theta", "drafter.rope_theta", 10000, wanted});
-    const struct number part = {"partial_rotary_factor", "the share that dtrain rotates", 1, 1};
-    check_number(check, layers, &part);
-    check_number(check, rope, &part);
+    release_check_number(
+        check, theta, &(struct release_number){"rope_theta", "drafter.rope_theta", 10000, wanted});
+    const struct release_number part = {"partial_rotary_factor", "the share that dtrain rotates", 1,
+                                        1};
+    release_check_number(check, layers, &part);
+    release_check_number(check, rope, &part);
     check_rope_members(check, rope);
-    check_rope_scaling(check, layers, rope);
-    check_flag(check, layers, "is_neox_style", true, true, "dtrain rotates halves");
+    check_rope_scaling(check, layers, rope, positions);
+    release_check_flag(check, layers, "is_neox_style", true, true, "dtrain rotates halves");
 }
 
-static bool any_sliding(const struct drafter_sizes *sizes)
+bool release_any_sliding(const struct drafter_sizes *sizes)
 {
     bool any = false;
     for (int64_t i = 0; i < sizes->layers; i++)
@@ -149,18 +157,19 @@ static bool any_sliding(const struct drafter_sizes *sizes)
     return any;
 }
 
-static void check_layer_types(struct release_check *check, const cJSON *layers)
+void release_check_layer_types(struct release_check *check, const cJSON *layers)
 {
     const struct drafter_sizes *s = check->wanted->sizes;
-    const cJSON *types = get(layers, "layer_types");
-    if (types == NULL && cJSON_IsTrue(get(layers, "use_sliding_window")))
+    const cJSON *types = release_get(layers, "layer_types");
+    bool qwen3 = s->kind == DRAFTER_DFLASH || s->head_norms; // Llama's configuration has no switch
+    if (types == NULL && cJSON_IsTrue(release_get(layers, "use_sliding_window")))
         release_fault(check, "layer_types", "not stated, although use_sliding_window is true");
     if (types != NULL && cJSON_GetArraySize(types) != s->layers)
         release_fault(check, "layer_types", "%d entries, but drafter.layers is %lld",
                       cJSON_GetArraySize(types), (long long)s->layers);
     for (int i = 0; i < s->layers; i++) {
         const cJSON *item = cJSON_GetArrayItem(types, i);
-        const char *type = types == NULL ? "full_attention" : text_of(item);
+        const char *type = types == NULL ? "full_attention" : release_text_of(item);
         const char *wanted = s->sliding[i] ? "sliding_attention" : "full_attention";
         if ((types == NULL || item != NULL) && strcmp(type, wanted) != 0) {
             release_fault(check, "layer_types",
@@ -168,19 +177,21 @@ static void check_layer_types(struct release_check *check, const cJSON *layers)
             break;
         }
     }
-    if (!any_sliding(s))
+    if (!release_any_sliding(s))
         return;
-    check_number(
-        check, layers,
-        &(struct number){"sliding_window", "drafter.sliding_window", NAN, (double)s->window});
-    check_flag(check, layers, "use_sliding_window", true, true, "drafter.layer_types has windows");
+    release_check_number(check, layers,
+                         &(struct release_number){"sliding_window", "drafter.sliding_window", NAN,
+                                                  (double)s->window});
+    if (qwen3)
+        release_check_flag(check, layers, "use_sliding_window", true, true,
+                           "drafter.layer_types has windows");
 }
 
 // One flag for all layers, which servers prefer to the layer types.
 static void check_causality(struct release_check *check, const cJSON *layers)
 {
     const struct drafter_sizes *s = check->wanted->sizes;
-    const cJSON *item = get(layers, "is_causal");
+    const cJSON *item = release_get(layers, "is_causal");
     for (int i = 0; item != NULL && i < s->layers; i++) {
         bool causal = s->sliding[i] && s->sliding_causal;
         if (cJSON_IsTrue(item) != causal) {
@@ -196,19 +207,21 @@ static void check_causality(struct release_check *check, const cJSON *layers)
 static void check_extras(struct release_check *check, const cJSON *layers)
 {
     check_causality(check, layers);
-    check_flag(check, layers, "rope_is_neox_style", true, true, "dtrain rotates halves");
-    check_flag(check, layers, "use_gemma_norm", false, false, "dtrain's norms multiply by w");
-    check_number(check, layers, &(struct number){"logit_scale", "the factor on logits", 1, 1});
+    release_check_flag(check, layers, "rope_is_neox_style", true, true, "dtrain rotates halves");
+    release_check_flag(check, layers, "use_gemma_norm", false, false,
+                       "dtrain's norms multiply by w");
+    release_check_number(check, layers,
+                         &(struct release_number){"logit_scale", "the factor on logits", 1, 1});
 }
 
 // ---- the block -----------------------------------------------------------------------------------
 
 // `shift`: the file's number of a layer less dtrain's.
-static void check_layer_ids(struct release_check *check, const cJSON *object, const char *name,
-                            int64_t shift)
+void release_check_layer_ids(struct release_check *check, const cJSON *object, const char *name,
+                             int64_t shift)
 {
     const struct drafter_sizes *s = check->wanted->sizes;
-    const cJSON *ids = get(object, name);
+    const cJSON *ids = release_get(object, name);
     bool same = cJSON_IsArray(ids) && cJSON_GetArraySize(ids) == s->features;
     for (int i = 0; same && i < s->features; i++) {
         const cJSON *id = cJSON_GetArrayItem(ids, i);
@@ -234,16 +247,16 @@ static void check_block(struct release_check *check, const cJSON *root, const cJ
                         double standard)
 {
     const struct drafter_sizes *s = check->wanted->sizes;
-    const struct number numbers[] = {
+    const struct release_number numbers[] = {
         {"block_size", "drafter.block_size", standard, (double)s->block_size},
         {"mask_token_id", "drafter.mask_token_id", NAN, (double)s->mask_token_id}};
-    check_number(check, root, &numbers[0]);
-    check_number(check, mask, &numbers[1]);
-    check_flag(check, root, "sample_from_anchor", false, s->predict_from_anchor,
-               "drafter.predict_from_anchor is not");
-    if (any_sliding(s))
-        check_flag(check, root, "sliding_window_non_causal", false, !s->sliding_causal,
-                   "drafter.sliding_window_non_causal is not");
+    release_check_number(check, root, &numbers[0]);
+    release_check_number(check, mask, &numbers[1]);
+    release_check_flag(check, root, "sample_from_anchor", false, s->predict_from_anchor,
+                       "drafter.predict_from_anchor is not");
+    if (release_any_sliding(s))
+        release_check_flag(check, root, "sliding_window_non_causal", false, !s->sliding_causal,
+                           "drafter.sliding_window_non_causal is not");
 }
 
 // In z-lab's layout the window is measured from the query unless stated; speculators does not say.
@@ -252,9 +265,9 @@ static void check_window_origin(struct release_check *check, const cJSON *root,
 {
     const struct drafter_sizes *s = check->wanted->sizes;
     const char *wanted = s->window_origin == WINDOW_FROM_QUERY ? "query" : "anchor";
-    const cJSON *item = get(root, "window_origin");
-    const char *origin = item != NULL ? text_of(item) : standard;
-    if (any_sliding(s) && origin != NULL && strcmp(origin, wanted) != 0)
+    const cJSON *item = release_get(root, "window_origin");
+    const char *origin = item != NULL ? release_text_of(item) : standard;
+    if (release_any_sliding(s) && origin != NULL && strcmp(origin, wanted) != 0)
         release_fault(check, "window_origin", "%s, but drafter.window_origin is %s", origin,
                       wanted);
 }
@@ -269,8 +282,8 @@ static void check_dflash_members(struct release_check *check, const cJSON *dflas
                                             "block_size"};
         bool idle = cJSON_IsNull(item) || cJSON_IsFalse(item);
         if (strcmp(item->string, "causal") == 0)
-            idle =
-                cJSON_IsNull(item) || (cJSON_IsFalse(item) && !any_sliding(check->wanted->sizes));
+            idle = cJSON_IsNull(item) ||
+                   (cJSON_IsFalse(item) && !release_any_sliding(check->wanted->sizes));
         for (size_t i = 0; i < sizeof(known) / sizeof(*known); i++)
             idle |= strcmp(item->string, known[i]) == 0;
         if (!idle)
@@ -280,46 +293,68 @@ static void check_dflash_members(struct release_check *check, const cJSON *dflas
 
 static void check_zlab(struct release_check *check, const cJSON *root)
 {
-    const cJSON *dflash = get(root, "dflash_config");
+    const cJSON *dflash = release_get(root, "dflash_config");
     check_block(check, root, dflash, NAN);
-    check_layer_ids(check, dflash, "target_layer_ids", 0);
+    release_check_layer_ids(check, dflash, "target_layer_ids", 0);
     check_window_origin(check, root, "query");
     check_dflash_members(check, dflash);
     double layers = (double)check->wanted->sizes->target_layers;
-    check_number(check, root,
-                 &(struct number){"num_target_layers", "the target's depth", layers, layers});
+    release_check_number(
+        check, root,
+        &(struct release_number){"num_target_layers", "the target's depth", layers, layers});
 }
 
 // Layer numbers of speculators count what enters a layer: dtrain's + 1.
 static void check_speculators(struct release_check *check, const cJSON *root)
 {
     const struct drafter_sizes *s = check->wanted->sizes;
-    const struct number numbers[] = {
+    const struct release_number numbers[] = {
         {"draft_vocab_size", "vocab_size of the target", 32000, (double)s->vocab},
         {"target_hidden_size", "hidden_size of the target", (double)s->hidden, (double)s->hidden}};
     check_block(check, root, root, 8);
-    check_layer_ids(check, root, "aux_hidden_state_layer_ids", 1);
+    release_check_layer_ids(check, root, "aux_hidden_state_layer_ids", 1);
     check_window_origin(check, root, NULL);
-    check_number(check, root, &numbers[0]);
-    check_number(check, root, &numbers[1]);
+    release_check_number(check, root, &numbers[0]);
+    release_check_number(check, root, &numbers[1]);
 }
 
-int release_recognise(const cJSON *root, const char *file, enum release_layout *layout,
+// A name of the kind that is trained, and its layout.
+static bool is_kind(int kind, const char *type, const char *architecture,
+                    enum release_layout *layout)
+{
+    static const char *const eagle3[] = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM",
+                                         "Eagle3Qwen3ForCausalLM"};
+    *layout = RELEASE_SPECULATORS;
+    if (type != NULL)
+        return strcmp(type, kind == DRAFTER_DFLASH ? "dflash" : "eagle3") == 0;
+    *layout = kind == DRAFTER_DFLASH ? RELEASE_ZLAB : RELEASE_SPECFORGE;
+    if (kind == DRAFTER_DFLASH)
+        return strcmp(architecture, "DFlashDraftModel") == 0;
+    bool known = false;
+    for (size_t i = 0; i < sizeof(eagle3) / sizeof(*eagle3); i++)
+        known |= strcmp(architecture, eagle3[i]) == 0;
+    return known;
+}
+
+int release_recognise(const cJSON *root, int kind, const char *file, enum release_layout *layout,
                       struct error *err)
 {
-    const cJSON *kind = get(root, "speculators_model_type");
-    const char *name = text_of(cJSON_GetArrayItem(get(root, "architectures"), 0));
-    *layout = kind != NULL ? RELEASE_SPECULATORS : RELEASE_ZLAB;
-    if (kind != NULL && strcmp(text_of(kind), "dflash") != 0)
-        return error_set(err, "%s: speculators_model_type: \"%s\" is not a DFlash drafter", file,
-                         text_of(kind));
-    if (kind != NULL && !cJSON_IsObject(get(root, "transformer_layer_config")))
-        return error_set(err, "%s: transformer_layer_config is missing", file);
-    if (kind == NULL && strcmp(name, "DFlashDraftModel") != 0)
+    const cJSON *type = release_get(root, "speculators_model_type");
+    const char *name = release_text_of(cJSON_GetArrayItem(release_get(root, "architectures"), 0));
+    bool dflash = kind == DRAFTER_DFLASH;
+    bool known = is_kind(kind, type != NULL ? release_text_of(type) : NULL, name, layout);
+    if (!known && type != NULL)
+        return error_set(err, "%s: speculators_model_type: \"%s\" is not %s drafter", file,
+                         release_text_of(type), dflash ? "a DFlash" : "an EAGLE-3");
+    if (!known)
         return error_set(err,
-                         "%s: architectures: \"%s\" is neither DFlashDraftModel (z-lab, SpecForge) "
-                         "nor is there a speculators_model_type",
-                         file, name);
+                         "%s: architectures: \"%s\" is neither %s nor is there a "
+                         "speculators_model_type",
+                         file, name,
+                         dflash ? "DFlashDraftModel (z-lab, SpecForge)"
+                                : "LlamaForCausalLMEagle3 (SpecForge, SGLang)");
+    if (type != NULL && !cJSON_IsObject(release_get(root, "transformer_layer_config")))
+        return error_set(err, "%s: transformer_layer_config is missing", file);
     return 0;
 }
 
@@ -327,10 +362,14 @@ void release_check_config(struct release_check *check, const cJSON *root,
                           enum release_layout layout)
 {
     bool nested = layout == RELEASE_SPECULATORS;
-    const cJSON *layers = nested ? get(root, "transformer_layer_config") : root;
+    if (check->wanted->sizes->kind == DRAFTER_EAGLE3) {
+        release_check_eagle3_config(check, root, layout);
+        return;
+    }
+    const cJSON *layers = nested ? release_get(root, "transformer_layer_config") : root;
     check_widths(check, layers);
-    check_rope(check, layers);
-    check_layer_types(check, layers);
+    release_check_rope(check, layers, 32768);
+    release_check_layer_types(check, layers);
     check_extras(check, layers);
     if (nested)
         check_speculators(check, root);

@@ -238,6 +238,7 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
                                          .execution = &session->execution,
                                          .sizes = &session->sizes,
                                          .target = &session->target,
+                                         .map = session->has_map ? &session->map : NULL,
                                          .target_name = session->target_name,
                                          .data_fingerprint = session_fingerprint(session),
                                          .command = run->options->command};
