@@ -348,12 +348,28 @@ def open_report(folders):
         raise ReportError(f"{sweeps[0]}: a sweep's folder stands alone; for a choice of its points give their folders")
     if sweeps:
         return open_sweep(sweeps[0])
-    runs = [Run(folder, label) for folder, label in zip(folders, labels_of(folders))]
+    runs, notes = open_runs(folders)
     keys = differing_keys(runs) if len(runs) > 1 and all(run.config for run in runs) else []
     for run in runs:
         run.values = {key: text_of(run.config.get(key)) for key in keys}
-    title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
+    title = runs[0].label if len(folders) == 1 else f"{len(runs)} runs"
+    runs[0].notes += notes
     return Report(title, runs, keys)
+
+
+def open_runs(folders):
+    """(runs, notes): of several, those that have no numbers yet are noted and left out."""
+    runs, faults = [], []
+    for folder, label in zip(folders, labels_of(folders)):
+        try:
+            runs.append(Run(folder, label))
+        except ReportError as error:
+            faults.append(f"{error}: left out")
+            if len(folders) == 1:
+                raise
+    if not runs:
+        raise ReportError("\n".join(faults))
+    return runs, faults
 
 
 # ---- for drawing -------------------------------------------------------------------------------------------------

@@ -57,11 +57,20 @@ def format_count(value, _=None):
     return f"{value:.3g}"
 
 
-def format_bytes(value, _=None):
+def format_step(value, _=None):
+    return f"{value:,.0f}" if value < 1e5 else format_count(value)
+
+
+def format_bytes(value, _=None, digits=3):
     for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(value) >= limit:
-            return f"{value / limit:.3g} {unit}"
+            return f"{value / limit:.{digits}g} {unit}"
     return f"{value:.0f} B"
+
+
+def format_close_bytes(value, _=None):
+    """Of axes that do not begin at 0, whose ticks may be close to each other."""
+    return format_bytes(value, digits=4)
 
 
 def format_seconds(value, _=None):
@@ -92,7 +101,7 @@ def start(title, size=SIZE, unit=None, steps=True):
     if steps:
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.xaxis.set_major_formatter(FuncFormatter(format_count))
+        axes.xaxis.set_major_formatter(FuncFormatter(format_step))
         axes.margins(x=0.01)
     return figure, axes
 
@@ -152,7 +161,10 @@ class Styles:
         else:
             handles = []
             for at, key in enumerate(self.keys):
+                used = {run.values[key] for run in self.report.runs}
                 for i, value in enumerate(self.report.axis(key)):
+                    if value not in used:
+                        continue
                     look = {"color": SERIES[i]} if at == 0 else {"color": MUTED, "linestyle": DASHES[i]}
                     handles.append(plt.Line2D([], [], **look, label=f"{data.short(key, self.report.keys)} {value}"))
         axes.legend(handles=handles, loc="best", ncols=2 if len(handles) > 4 else 1, **options)
@@ -220,7 +232,7 @@ def slots_of_run(report, styles):
             continue
         late = (rank + 1) / len(picked)
         axes.plot([k for k, _ in points], [v for _, v in points], color=SERIES[0], alpha=0.2 + 0.8 * late,
-                  marker="o", markersize=3.5, linewidth=1.2 + late, label=f"step {format_count(lines[i]['step'])}")
+                  marker="o", markersize=3.5, linewidth=1.2 + late, label=f"step {format_step(lines[i]['step'])}")
     axes.set_xlabel("slot of the block")
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.yaxis.set_major_formatter(FuncFormatter(format_percent))
@@ -295,7 +307,7 @@ def memory_of_run(report, styles):
     if planned:
         axes.axhline(planned, color=MUTED, linewidth=1.2, linestyle=DASHES[1], label="planned")
     axes.yaxis.set_major_formatter(FuncFormatter(format_bytes))
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.12 * max([*values, planned or 0.0]))
     legend(axes)
     return figure
 
@@ -399,8 +411,9 @@ def pareto(report, styles, cost, title, form):
     value = {run.label: report.summaries[run.label][report.score_name] for run in shown}
     front = [run for run in shown if run.label in report.fronts[cost]]
     front.sort(key=lambda run: report.summaries[run.label][cost])
-    axes.plot([report.summaries[run.label][cost] for run in front], [value[run.label] for run in front],
-              color=MUTED, linewidth=1.2, linestyle=DASHES[1], zorder=1, label="Pareto front")
+    if len(front) > 1:
+        axes.plot([report.summaries[run.label][cost] for run in front], [value[run.label] for run in front],
+                  color=MUTED, linewidth=1.2, linestyle=DASHES[1], zorder=1, label="Pareto front")
     for run in shown:
         on = run in front
         axes.scatter(report.summaries[run.label][cost], value[run.label], s=130 if run.label == report.best else 42,
@@ -413,6 +426,7 @@ def pareto(report, styles, cost, title, form):
     axes.xaxis.set_major_formatter(FuncFormatter(form))
     axes.set_xlabel({"seconds": "time of all steps", "memory_bytes": "memory"}[cost] +
                     (f"; points: {styles.brief_of()}" if styles.brief_of() else ""))
+    axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.margins(x=0.18, y=0.16)
     legend(axes)
     return figure
@@ -486,15 +500,19 @@ def effect(report, styles, name, title, form):
 
 def figures_of(report):
     """Figures in the order of the page."""
-    return one_run() if len(report.runs) == 1 else several_runs(report)
+    return one_run(report.runs[0]) if len(report.runs) == 1 else several_runs(report)
 
 
-def one_run():
-    return [Figure("loss", "learning", loss_of_run), Figure("acceptance", "learning", acceptance_of_run),
+def one_run(run):
+    """Those whose numbers are there."""
+    found = [Figure("loss", "learning", loss_of_run), Figure("acceptance", "learning", acceptance_of_run),
             Figure("slots", "learning", slots_of_run, 4), Figure("gradient", "learning", gradient_of_run, 4),
             Figure("lr", "learning", rate_of_run, 4), Figure("time", "speed", time_of_run),
             Figure("throughput", "speed", speed_of_run), Figure("shares", "speed", share_of_run),
             Figure("memory", "speed", memory_of_run)]
+    needs = {"gradient": "grad_norm", "lr": "lr", "time": "seconds", "throughput": "tokens_per_second",
+             "shares": "wait_share", "memory": "memory_bytes"}
+    return [figure for figure in found if figure.name not in needs or run.series(needs[figure.name])[0]]
 
 
 def several_runs(report):
@@ -544,7 +562,7 @@ def comparison(report):
             continue
         found.append(Figure("compare-" + name, "best", plot, 4))
     for cost, title, form in (("seconds", "Acceptance against time", format_seconds),
-                              ("memory_bytes", "Acceptance against memory", format_bytes)):
+                              ("memory_bytes", "Acceptance against memory", format_close_bytes)):
         if report.fronts[cost]:
             plot = (lambda cost, title, form: lambda report, styles: pareto(report, styles, cost, title, form))(
                 cost, title if report.scored else title.replace("Acceptance", "Loss"), form)

@@ -37,9 +37,9 @@ figure.w4 { grid-column: span 4; } figure.w6 { grid-column: span 6; } figure.w12
 figure svg { display: block; width: 100%; height: auto; }
 @media (max-width: 860px) { figure[class] { grid-column: span 12; } }
 .table { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 13px; }
-th { color: var(--muted); font-weight: 500; text-align: right; vertical-align: bottom; }
-th, td { padding: 7px 7px; white-space: nowrap; border-bottom: 1px solid var(--grid); }
-td { text-align: right; font-variant-numeric: tabular-nums; } tr:last-child td { border-bottom: 0; }
+th { color: var(--muted); font-weight: 500; text-align: right; vertical-align: bottom; line-height: 1.3; }
+th, td { padding: 7px 7px; border-bottom: 1px solid var(--grid); }
+td { white-space: nowrap; text-align: right; font-variant-numeric: tabular-nums; } tr:last-child td { border-bottom: 0; }
 th.text, td.text { text-align: left; } th:first-child, td:first-child { padding-left: 14px; } tr.best td { font-weight: 650; }
 td.bar { background: linear-gradient(to right, var(--shade) var(--part), transparent var(--part)); }
 .mark { font-size: 12px; font-weight: 500; border: 1px solid currentColor; border-radius: 99px; padding: 1px 8px;
@@ -110,7 +110,8 @@ def lead_of_several(report):
     what = "accept_len_walk" if report.scored else "loss"
     text = f"Best: {name_of(report, best)}, {what} {abs(scores[0]):.3f}"
     if len(scores) > 1:
-        text += f", {scores[0] - scores[1]:.3f} ahead of the next"
+        ahead = scores[0] - scores[1]
+        text += f", {ahead:.3f} ahead of the next" if ahead >= 5e-4 else ", as good as the next"
     return text + "."
 
 
@@ -147,9 +148,9 @@ def cards(report):
 
 # ---- the table ---------------------------------------------------------------------------------------------------
 
-COLUMNS = (("best_walk", "accept_len_walk", three), ("best_step", "at step", figures.format_count),
+COLUMNS = (("best_walk", "accept_len_walk", three), ("best_step", "at step", figures.format_step),
            ("overlap", "overlap", three), ("val_loss", "val loss", three), ("loss", "loss", three),
-           ("step", "steps", figures.format_count), ("seconds", "time", figures.format_seconds),
+           ("step", "steps", figures.format_step), ("seconds", "time", figures.format_seconds),
            ("block_rows_per_second", "block rows/s", figures.format_count),
            ("tokens_per_second", "tokens/s", figures.format_count), ("mfu", "MFU", figures.format_percent),
            ("wait_share", "data wait", figures.format_percent), ("memory_bytes", "memory", figures.format_bytes))

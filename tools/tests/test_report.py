@@ -136,6 +136,11 @@ class Reading(Folders):
         self.fails("no whole line yet", self.run_folder("begun", [], tail='{"step"'))
         self.fails("is given twice", self.usual("a"), self.path("a"))
 
+    def test_one_of_several_has_no_step_yet(self):
+        report = data.open_report([self.usual("a"), self.run_folder("b", []), self.usual("c")])
+        self.assertEqual([run.label for run in report.runs], ["a", "c"])
+        self.assertRegex(report.notes[0], "b/metrics.jsonl: no whole line yet: no step has ended: left out")
+
     def test_smooth_and_thin(self):
         self.assertEqual(data.smooth([1.0, 2.0, 6.0], 3), [1.5, 3.0, 4.0])
         self.assertEqual(data.smooth([1.0, 2.0], 1), [1.0, 2.0])
