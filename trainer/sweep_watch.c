@@ -138,21 +138,30 @@ static size_t ended_points(const struct sweep *sweep)
     return ended;
 }
 
+static char *point_text(const struct sweep_point *point)
+{
+    char left[32];
+    long long step = (long long)point->watch.step;
+    if (point->measuring)
+        return memory_format("%s: measuring, step %lld", point->name, step);
+    if (step > 0 && step >= point->steps) // validates, saves
+        return memory_format("%s: step %lld/%lld  ending", point->name, step,
+                             (long long)point->steps);
+    return memory_format("%s: step %lld/%lld  ETA %s", point->name, step, (long long)point->steps,
+                         time_text(left, sizeof(left), sweep_point_left(point)));
+}
+
 char *sweep_progress_text(const struct sweep *sweep)
 {
     char left[32];
     char *text = memory_format("%zu of %zu points, ETA %s", ended_points(sweep), sweep->point_count,
                                time_text(left, sizeof(left), sweep_left(sweep)));
     for (size_t i = 0; i < sweep->point_count; i++) {
-        const struct sweep_point *point = &sweep->points[i];
-        if (point->state != SWEEP_RUNNING)
+        if (sweep->points[i].state != SWEEP_RUNNING)
             continue;
-        char *longer = point->measuring
-                           ? memory_format("%s  |  %s: measuring, step %lld", text, point->name,
-                                           (long long)point->watch.step)
-                           : memory_format("%s  |  %s: step %lld/%lld  ETA %s", text, point->name,
-                                           (long long)point->watch.step, (long long)point->steps,
-                                           time_text(left, sizeof(left), sweep_point_left(point)));
+        char *point = point_text(&sweep->points[i]);
+        char *longer = memory_format("%s  |  %s", text, point);
+        free(point);
         free(text);
         text = longer;
     }
