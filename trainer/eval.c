@@ -34,13 +34,24 @@ static void print_report(const struct session *session, const struct metrics *me
         printf("  with %2lld drafts     %.4f\n", (long long)n, walk_accept_len_drafts(walk, n));
     printf("accept_len           %.4f\n", metrics_accept_len(metrics));
     printf("eal_marginal         %.4f\n", metrics_eal_marginal(metrics));
-    printf("overlap              %.4f\n",
-           metrics->slots > 0.0 ? metrics->overlap / metrics->slots : 0.0);
+    printf("overlap              %.4f\n", metrics_overlap(metrics));
     printf("acc                 ");
     for (int64_t k = 0; k < b; k++)
         if (metrics->scored[k] > 0.0)
             printf(" %.4f", metrics_accuracy(metrics, (int)k));
     printf("\n");
+    if (session->sizes.kind != DRAFTER_EAGLE3)
+        return;
+    printf("acc_given           ");
+    for (int64_t k = 0; k < b; k++)
+        if (metrics->reached[k] > 0.0)
+            printf(" %.4f", metrics_conditional(metrics, (int)k));
+    printf("\n");
+    if (session->has_map)
+        printf(
+            "outside              %.0f slots whose teacher wants a token that is not in the draft "
+            "vocabulary\n",
+            metrics->outside);
 }
 
 static void round_to_bf16(float *values, int64_t count)

@@ -84,17 +84,38 @@ static double ratio(double part, double whole)
     return whole > 0.0 ? part / whole : (double)NAN;
 }
 
-static void add_accuracies(struct line *line, const struct metrics *metrics, int64_t block_size)
+typedef double accuracy_fn(const struct metrics *metrics, int k);
+
+static void add_slots(struct line *line, const char *name, const char *tag, accuracy_fn *accuracy,
+                      const struct metrics *metrics, int64_t block_size)
 {
-    char name[32];
-    snprintf(name, sizeof(name), "%sacc", line->prefix);
-    cJSON *array = cJSON_AddArrayToObject(line->object, name);
+    char text[32];
+    snprintf(text, sizeof(text), "%s%s", line->prefix, name);
+    cJSON *array = cJSON_AddArrayToObject(line->object, text);
     for (int64_t k = 0; k < block_size; k++) {
-        double accuracy = metrics_accuracy(metrics, (int)k);
-        cJSON_AddItemToArray(array, json_real(accuracy));
-        snprintf(name, sizeof(name), "slot_%02lld", (long long)k);
-        draw(line, line->slots, name, accuracy);
+        double value = accuracy(metrics, (int)k);
+        cJSON_AddItemToArray(array, json_real(value));
+        snprintf(text, sizeof(text), "%s_%02lld", tag, (long long)k);
+        draw(line, line->slots, text, value);
     }
+}
+
+// Scored slots whose teacher wants a token outside the draft vocabulary.
+static double outside_share(const struct metrics *metrics)
+{
+    double scored = 0.0;
+    for (int k = 0; k < METRICS_MAX_BLOCK; k++)
+        scored += metrics->scored[k];
+    return ratio(metrics->outside, scored);
+}
+
+static void add_eagle3(struct line *line, const struct metrics *metrics, int64_t ttt_steps,
+                       bool ttt, bool draft_vocab)
+{
+    if (ttt)
+        add_slots(line, "acc_given", "given", metrics_conditional, metrics, ttt_steps);
+    if (draft_vocab)
+        add_curve(line, "outside_share", outside_share(metrics));
 }
 
 // What training and validation have in common.
@@ -104,8 +125,8 @@ static void add_metrics(struct line *line, const struct metrics *metrics, int no
     add_curve(line, "loss", metrics->slots > 0.0 ? metrics_loss(metrics, normalize) : (double)NAN);
     add_curve(line, "accept_len", metrics_accept_len(metrics));
     add_curve(line, "eal_marginal", metrics_eal_marginal(metrics));
-    add_accuracies(line, metrics, block_size);
-    add_curve(line, "overlap", ratio(metrics->overlap, metrics->slots));
+    add_slots(line, "acc", "slot", metrics_accuracy, metrics, block_size);
+    add_curve(line, "overlap", metrics_overlap(metrics));
     add_whole(line, "rows", metrics->rows);
     add_whole(line, "tokens", metrics->tokens);
     add_value(line, "supervised_share", ratio(metrics->supervised, metrics->tokens));
@@ -278,23 +299,26 @@ static void show_progress(struct run_folder *folder, const struct step_report *r
     bool last = report->step == report->total_steps;
     if (!folder->terminal && report->step % every != 0 && !last)
         return;
-    char eta[32], mfu[32] = "", parts[240] = "", text[640];
+    char eta[32], mfu[32] = "", outside[48] = "", parts[240] = "", text[640];
     format_time(eta, sizeof(eta), time_left(folder, report));
     if (report->peak_flops > 0.0)
         snprintf(mfu, sizeof(mfu), "  MFU %.1f %%",
                  100.0 * ratio(recent->flops, recent->seconds * report->peak_flops));
+    if (report->draft_vocab)
+        snprintf(outside, sizeof(outside), "  outside the draft vocabulary %.1f %%",
+                 100.0 * outside_share(report->metrics));
     if (!folder->terminal)
         format_parts(recent, parts, sizeof(parts));
     // What matters first: a terminal's line is cut to its width.
-    snprintf(
-        text, sizeof(text),
-        "step %lld/%lld  ETA %s%s  loss %.4f  accept_len %.3f  %.0f tokens/s  data wait %.0f %%%s  "
-        "lr %.3g  %.2f GB%s",
-        (long long)report->step, (long long)report->total_steps, eta,
-        report->skipped ? "  (skipped)" : "", metrics_loss(report->metrics, report->normalize),
-        metrics_accept_len(report->metrics), ratio(recent->tokens, recent->seconds),
-        100.0 * ratio(recent->wait + recent->copy, recent->seconds), mfu, report->lr,
-        1e-9 * report->memory_bytes, parts);
+    snprintf(text, sizeof(text),
+             "step %lld/%lld  ETA %s%s  loss %.4f  accept_len %.3f%s  %.0f tokens/s  data wait "
+             "%.0f %%%s  "
+             "lr %.3g  %.2f GB%s",
+             (long long)report->step, (long long)report->total_steps, eta,
+             report->skipped ? "  (skipped)" : "", metrics_loss(report->metrics, report->normalize),
+             metrics_accept_len(report->metrics), outside, ratio(recent->tokens, recent->seconds),
+             100.0 * ratio(recent->wait + recent->copy, recent->seconds), mfu, report->lr,
+             1e-9 * report->memory_bytes, parts);
     if (folder->terminal)
         log_status_line(text);
     else
@@ -308,6 +332,7 @@ int run_folder_step(struct run_folder *folder, const struct step_report *report,
 {
     struct line line = begin_line(folder, report->step, report->epoch, false);
     add_metrics(&line, report->metrics, report->normalize, report->block_size);
+    add_eagle3(&line, report->metrics, report->block_size, report->ttt, report->draft_vocab);
     add_terms(&line, report);
     add_curve(&line, "lr", report->lr);
     add_curve(&line, "grad_norm", report->grad_norm);
@@ -334,6 +359,7 @@ int run_folder_validation(struct run_folder *folder, const struct validation_rep
     }
     add_whole(&line, "walk_blocks", report->walk->blocks);
     add_metrics(&line, report->metrics, report->normalize, report->block_size);
+    add_eagle3(&line, report->metrics, report->block_size, report->ttt, report->draft_vocab);
     add_value(&line, "seconds", report->seconds);
     cJSON_AddBoolToObject(line.object, "val_best", report->best);
     folder->validation_seconds += report->seconds;

@@ -48,6 +48,8 @@ struct step_report {
     int normalize;              // NORMALIZE_* of the loss
     const double *term_weights; // [LOSS_TERM_COUNT] terms of weight 0 are not reported
     int64_t block_size;
+    bool ttt;         // slots are ttt_steps: accuracies of those that were reached as well
+    bool draft_vocab; // the drafter knows some tokens of the target only
     double lr, grad_norm, clip_factor;
     bool skipped; // non-finite or empty: nothing changed
     double seconds, wait_seconds, copy_seconds, forward_seconds, loss_seconds, backward_seconds,
@@ -72,6 +74,7 @@ struct validation_report {
     const struct config_ints *draft_tokens;
     int normalize;
     int64_t block_size;
+    bool ttt, draft_vocab;
     double seconds;
     bool best;
 };

@@ -125,6 +125,8 @@ static int report_step(struct run *run, const struct step_outcome *outcome, int6
                                  .normalize = run->config.loss.normalize,
                                  .term_weights = weights,
                                  .block_size = run->session.sizes.block_size,
+                                 .ttt = run->session.sizes.kind == DRAFTER_EAGLE3,
+                                 .draft_vocab = run->session.has_map,
                                  .lr = lr,
                                  .grad_norm = outcome->grad_norm,
                                  .clip_factor = outcome->clip_factor,

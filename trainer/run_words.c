@@ -35,8 +35,11 @@ void run_describe_start(const struct run *run)
     log_info("drafter: %lld layers, blocks of %lld, %.2f M trainable parameters",
              (long long)run->session.sizes.layers, (long long)run->session.sizes.block_size,
              (double)run->session.params.trainable * 1e-6);
-    log_info("anchors: at most %lld per %s", (long long)run->config.anchors.max_anchors,
-             run->config.anchors.per == ANCHORS_PER_ROW ? "row" : "document");
+    if (run->session.sizes.kind == DRAFTER_EAGLE3)
+        log_info("anchors: every position that a ttt_step is scored at");
+    else
+        log_info("anchors: at most %lld per %s", (long long)run->config.anchors.max_anchors,
+                 run->config.anchors.per == ANCHORS_PER_ROW ? "row" : "document");
     log_info("execution: %s (%s), %s, groups of %lld rows, chunks of %lld, recompute %s, "
              "%lld threads, %s planned, %s in use before",
              e->device, e->hardware, e->compute, (long long)e->group_rows, (long long)e->chunk_rows,

@@ -44,6 +44,8 @@ static int validate(struct run *run, bool *best, struct error *err)
                                        .draft_tokens = &run->config.validation.draft_tokens,
                                        .normalize = run->config.loss.normalize,
                                        .block_size = run->session.sizes.block_size,
+                                       .ttt = run->session.sizes.kind == DRAFTER_EAGLE3,
+                                       .draft_vocab = run->session.has_map,
                                        .seconds = timer_now() - start,
                                        .best = *best};
     return run_folder_validation(&run->folder, &report, err);
