@@ -377,6 +377,10 @@ static void too_large_is_left_out(void **state)
         1);
     run_must_say(&fixture, "large", "1 of 2 points fit");
     assert_false(files_exists(run_path(&fixture, "large")));
+    assert_int_equal(sweep("large", "--grid", "layers=1,2", "--set", "data.train=[later*.h5]",
+                           "--set", "target.layer_ids=[1,3,5]", "--plan-only", NULL),
+                     0);
+    run_must_say(&fixture, "large", "steps are not counted: ");
     assert_int_equal(sweep("large", "--grid", "layers=1,200", "--set", "memory.limit=8MiB", NULL),
                      1);
     run_must_say(&fixture, "large", "layers=200: does not fit: needs ");

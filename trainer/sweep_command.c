@@ -199,6 +199,18 @@ static bool all_fit(const struct sweep *sweep)
 
 // ---- the command ---------------------------------------------------------------------------------
 
+// A plan alone needs no shards.
+static int count_steps(struct sweep *sweep, struct error *err)
+{
+    struct error why = {""};
+    if (sweep_count_steps(sweep, &why) == 0)
+        return 0;
+    if (!sweep->options->plan_only)
+        return error_set(err, "%s", why.text);
+    log_info("steps are not counted: %.*s", (int)strcspn(why.text, "\n"), why.text);
+    return 0;
+}
+
 // Everything up to the first point. Returns 0, or an exit status.
 static int prepare(struct sweep *sweep, struct error *err)
 {
@@ -206,7 +218,7 @@ static int prepare(struct sweep *sweep, struct error *err)
     if (check_place(err) != 0 || take_config(sweep, err) != 0 || divide_machine(sweep, err) != 0)
         return EXIT_REFUSED;
     sweep_points_open(sweep);
-    if (sweep_count_steps(sweep, err) != 0)
+    if (count_steps(sweep, err) != 0)
         return EXIT_REFUSED;
     if (!only && open_folder(sweep, err) != 0)
         return EXIT_REFUSED;

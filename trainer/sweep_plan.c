@@ -190,8 +190,11 @@ void sweep_print_plan(const struct sweep *sweep, FILE *out)
         bool fits = point->state != SWEEP_TOO_LARGE;
         if (isfinite(point->anchors))
             snprintf(anchors, sizeof(anchors), "%.0f", point->anchors);
-        snprintf(steps, sizeof(steps), point->steps > 0 ? "%lld" : "measured",
-                 (long long)point->steps);
+        if (point->steps > 0)
+            snprintf(steps, sizeof(steps), "%lld", (long long)point->steps);
+        else
+            snprintf(steps, sizeof(steps), "%s",
+                     sweep->equal == SWEEP_EQUAL_TIME ? "measured" : "-");
         fprintf(out, "%-*s  %9s  %12s  %10s  %s%s\n", (int)width, point->name, steps, anchors,
                 byte_size_text((double)point->needed, text),
                 point->state == SWEEP_DONE ? "done"

@@ -48,11 +48,12 @@ int sweep_load_point(const struct sweep *sweep, size_t point, struct config *con
     struct sweep_sets sets;
     const struct options *o = sweep->options;
     sweep_sets_open(&sets, &sweep->grid, point, o->sets, o->set_count);
+    struct error missing = {""};
     int result = config_load(config, o->config, sets.items, sets.count, err);
-    if (result == 0)
-        result = config_check_files(config, err);
-    if (result == 0)
-        result = config_expand_files(config, err);
+    if (result == 0 &&
+        (config_check_files(config, &missing) != 0 || config_expand_files(config, &missing) != 0) &&
+        !o->plan_only) // memory can be planned without them
+        result = error_set(err, "%s", missing.text);
     sweep_sets_close(&sets);
     return result;
 }
