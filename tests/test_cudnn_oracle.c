@@ -1,6 +1,7 @@
 // Attention on CUDA against an implementation that shares nothing with ours: cuDNN's fused attention,
 // asked for as a graph of products, reductions and pointwise operations. A block whose rows see the
-// whole context is plain attention over [context; block], which the graph can express; ranges per row
+// whole context is plain attention over [context; block], which the graph can express, and so are rows
+// without blocks that see all of the context; ranges per row
 // and gradients that blocks share are beyond it. Reported as skipped without cuDNN in the build, without
 // a GPU, or where cuDNN has no engine for the graph.
 #include <stdio.h>
@@ -312,6 +313,7 @@ static void graph_release(struct graph *g)
 // A block over a context that all its rows see.
 struct problem {
     int64_t block, context, heads, kv_heads, head_dim;
+    bool loose; // the block's keys belong to the context, too: attention without blocks
 };
 
 static int64_t keys_of(const struct problem *p)
@@ -462,7 +464,8 @@ static void *take_integers(struct oracle *o, int64_t count, int32_t value)
 static void memory_take(struct oracle *o, const struct problem *p, struct memory *m)
 {
     int64_t rows = p->block * p->heads, keys = keys_of(p) * p->kv_heads;
-    int64_t block = p->block * p->kv_heads, context = p->context * p->kv_heads, d = p->head_dim;
+    int64_t block = p->block * p->kv_heads, d = p->head_dim;
+    int64_t context = (p->loose ? keys_of(p) : p->context) * p->kv_heads;
     const size_t two = sizeof(bf16), four = sizeof(float);
     m->q = take_normal(o, rows * d, 1);
     m->k = take_normal(o, keys * d, 2);
@@ -477,7 +480,7 @@ static void memory_take(struct oracle *o, const struct problem *p, struct memory
     m->dv_context = take(o, (size_t)(context * d) * four);
     m->delta = take(o, (size_t)rows * four);
     m->begin = take_integers(o, p->block, 0);
-    m->end = take_integers(o, p->block, (int32_t)p->context);
+    m->end = take_integers(o, p->block, (int32_t)(p->loose ? keys_of(p) : p->context));
     m->their_out = take(o, (size_t)(rows * d) * two);
     m->their_lse = take(o, (size_t)rows * four);
     m->stats = take(o, (size_t)rows * four);
@@ -491,32 +494,39 @@ static void memory_take(struct oracle *o, const struct problem *p, struct memory
 static struct attention attention_of(const struct problem *p, const struct memory *m, float scale)
 {
     int64_t width = p->kv_heads * p->head_dim, behind = p->context * width;
-    return (struct attention){.rows = p->block,
-                              .block_size = p->block,
-                              .context = p->context,
-                              .heads = p->heads,
-                              .kv_heads = p->kv_heads,
-                              .head_dim = p->head_dim,
-                              .scale = scale,
-                              .type = DTYPE_BF16,
-                              .q = m->q,
-                              .k_block = (const bf16 *)m->k + behind,
-                              .v_block = (const bf16 *)m->v + behind,
-                              .k_context = m->k,
-                              .v_context = m->v,
-                              .v_block_stride = width,
-                              .v_context_stride = width,
-                              .begin = m->begin,
-                              .end = m->end,
-                              .out = m->out,
-                              .lse = m->lse,
-                              .dout = m->dout,
-                              .delta = m->delta,
-                              .dq = m->dq,
-                              .dk_block = m->dk_block,
-                              .dv_block = m->dv_block,
-                              .dk_context = m->dk_context,
-                              .dv_context = m->dv_context};
+    struct attention op = {.rows = p->block,
+                           .block_size = p->block,
+                           .context = p->context,
+                           .heads = p->heads,
+                           .kv_heads = p->kv_heads,
+                           .head_dim = p->head_dim,
+                           .scale = scale,
+                           .type = DTYPE_BF16,
+                           .q = m->q,
+                           .k_block = (const bf16 *)m->k + behind,
+                           .v_block = (const bf16 *)m->v + behind,
+                           .k_context = m->k,
+                           .v_context = m->v,
+                           .v_block_stride = width,
+                           .v_context_stride = width,
+                           .begin = m->begin,
+                           .end = m->end,
+                           .out = m->out,
+                           .lse = m->lse,
+                           .dout = m->dout,
+                           .delta = m->delta,
+                           .dq = m->dq,
+                           .dk_block = m->dk_block,
+                           .dv_block = m->dv_block,
+                           .dk_context = m->dk_context,
+                           .dv_context = m->dv_context};
+    if (p->loose) {
+        op.block_size = 0;
+        op.context = keys_of(p);
+        op.k_block = op.v_block = NULL;
+        op.dk_block = op.dv_block = NULL;
+    }
+    return op;
 }
 
 // Device memory as fp32; free() it.
@@ -600,12 +610,15 @@ static void check_forward(struct oracle *o, const struct problem *p, const struc
 
 static void compare_gradients(struct oracle *o, const struct problem *p, const struct memory *m)
 {
-    int64_t width = p->kv_heads * p->head_dim, context = p->context * width;
+    int64_t width = p->kv_heads * p->head_dim;
+    int64_t context = (p->loose ? keys_of(p) : p->context) * width;
     const bf16 *dk = m->their_dk, *dv = m->their_dv;
     compare_memory(o, "dq", m->dq, DTYPE_BF16, m->their_dq, p->block * p->heads * p->head_dim,
                    bf16_products);
     compare_memory(o, "dk_context", m->dk_context, DTYPE_F32, dk, context, bf16_products);
     compare_memory(o, "dv_context", m->dv_context, DTYPE_F32, dv, context, bf16_products);
+    if (p->loose)
+        return;
     compare_memory(o, "dk_block", m->dk_block, DTYPE_BF16, dk + context, p->block * width,
                    bf16_products);
     compare_memory(o, "dv_block", m->dv_block, DTYPE_BF16, dv + context, p->block * width,
@@ -640,9 +653,9 @@ static void check(struct oracle *o, const struct problem *p)
 {
     struct memory m;
     float scale = 1.0f / sqrtf((float)p->head_dim);
-    printf("block %lld, context %lld, heads %lld of %lld, head_dim %lld\n", (long long)p->block,
-           (long long)p->context, (long long)p->heads, (long long)p->kv_heads,
-           (long long)p->head_dim);
+    printf("block %lld%s, context %lld, heads %lld of %lld, head_dim %lld\n", (long long)p->block,
+           p->loose ? " in the context" : "", (long long)p->context, (long long)p->heads,
+           (long long)p->kv_heads, (long long)p->head_dim);
     memory_take(o, p, &m);
     struct attention op = attention_of(p, &m, scale);
     o->backend->kernels->attention_forward(o->stream, &op);
@@ -657,7 +670,9 @@ static void check(struct oracle *o, const struct problem *p)
 static int run(struct oracle *o)
 {
     static const struct problem problems[] = {
-        {16, 496, 8, 2, 64}, {32, 480, 8, 2, 128}, {16, 2032, 4, 4, 128}, {8, 1003, 6, 3, 64}};
+        {16, 496, 8, 2, 64, false}, {32, 480, 8, 2, 128, false}, {16, 2032, 4, 4, 128, false},
+        {8, 1003, 6, 3, 64, false}, {256, 256, 8, 2, 64, true},  {320, 704, 8, 2, 128, true},
+        {200, 1003, 6, 3, 64, true}};
     cudnnStatus_t status = cudnnCreate(&o->handle);
     if (status != CUDNN_STATUS_SUCCESS) {
         fprintf(stderr, "cudnn oracle: skipped: cudnnCreate: %s\n", cudnnGetErrorString(status));
