@@ -67,8 +67,8 @@ enum { SWEEP_WARM_STEPS = 2 }; // of a measurement, which do not count
 struct sweep_point {
     char *name, *folder; // "max_anchors=512,block_size=8"; SWEEP/NAME
     enum sweep_state state;
-    char *reason; // of FAILED and TOO_LARGE, in words; NULL: none
-    int64_t block_size;
+    char *reason;        // of FAILED and TOO_LARGE, in words; NULL: none
+    int64_t block_size;  // rows of an anchor; of eagle3 ttt_steps
     int64_t steps;       // that it takes; 0: not known yet (equal time)
     double anchors;      // that these steps draw; NAN: not counted
     double step_seconds; // equal time: as measured; 0: not yet

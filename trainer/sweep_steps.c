@@ -223,7 +223,9 @@ static int count_all(struct sweep *sweep, struct opened *opened, struct counted 
         if (status == 0)
             status = open_documents(opened, sweep, i, &config, err);
         if (status == 0) {
-            sweep->points[i].block_size = config.drafter.block_size;
+            sweep->points[i].block_size = config.drafter.kind == DRAFTER_DFLASH
+                                              ? config.drafter.block_size
+                                              : config.drafter.ttt_steps;
             status = count_point(&opened->session, anchors, &counted[i], err);
             opened->session.config = &opened->config; // the point's own ends here
         }

@@ -294,9 +294,9 @@ static void print_conclusion(const struct sweep *sweep, FILE *out)
     print_front(sweep, false, out);
     print_front(sweep, true, out);
     if (sweep->validates && varies_blocks(sweep))
-        fprintf(out, "Block sizes differ, and with them the number of drafts%s.\n",
+        fprintf(out, "Points have different numbers of drafts%s.\n",
                 sweep->drafts.count > 0
-                    ? ": the columns of drafts compare points at the same number"
+                    ? ": the columns of drafts compare them at the same number"
                     : "; validation.draft_tokens adds columns at the same number");
 }
 
