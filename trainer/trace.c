@@ -283,6 +283,8 @@ static int write_file(struct trace *trace, const char *path, struct error *err)
     for (int c = 0; c < COLUMN_COUNT; c++)
         add_vector(&file, column_name(trace, c), c < COLUMN_WEIGHT ? DTYPE_I32 : DTYPE_F32,
                    (int64_t)trace->columns[c].count, trace->columns[c].bytes);
+    if (trace->session.has_map)
+        add_vector(&file, "d2t", DTYPE_I64, trace->session.map.draft_size, trace->session.map.d2t);
     const struct state_layout *layout = &trace->before.layout;
     add_params(&file, "param", layout, STATE_MASTER, trace->before.master);
     add_params(&file, "grad", layout, STATE_MASTER, trace->grads);
@@ -367,21 +369,20 @@ static void keep_gradients(struct trace *trace)
         trace->grads[i] = (float)((double)trace->grads[i] / sum);
 }
 
-// The state before the step.
+// The state before the step: of a checkpoint, or as a run begins.
 static int load_before(struct trace *trace, const struct options *options, struct error *err)
 {
     const struct session *session = &trace->session;
-    const struct params *params = &session->params;
-    float *master = trace->before.master;
     if (options->checkpoint == NULL) {
-        params_initialize(params, (uint64_t)trace->config.run.seed, trace->config.drafter.init_std,
-                          master);
-        release_values(&trace->release, params, 0, params->elements, master);
+        step_initialize(&trace->step, &trace->release);
+        step_save(&trace->step, &trace->before);
         return 0;
     }
-    if (checkpoint_read(options->checkpoint, &trace->before, NULL, err) != 0)
+    if (checkpoint_read(options->checkpoint, &trace->before, NULL, err) != 0 ||
+        resume_check_drafter(options->checkpoint, session, err) != 0)
         return -1;
-    return resume_check_drafter(options->checkpoint, session, err);
+    step_load(&trace->step, &trace->before);
+    return 0;
 }
 
 static int run_trace(struct trace *trace, const struct options *options, struct error *err)
@@ -393,11 +394,8 @@ static int run_trace(struct trace *trace, const struct options *options, struct 
     model_state_open_as(&trace->before, &layout, false);
     model_state_open_as(&trace->after, &layout, false);
     trace->grads = memory_alloc((size_t)params->elements, sizeof(*trace->grads));
-    if (load_before(trace, options, err) != 0)
+    if (step_open(&trace->step, &setup, err) != 0 || load_before(trace, options, err) != 0)
         return -1;
-    if (step_open(&trace->step, &setup, err) != 0)
-        return -1;
-    step_load(&trace->step, &trace->before);
     trace->step.observer = &observer;
     step_begin(&trace->step);
     if (run_rows(trace, err) != 0)

@@ -31,6 +31,7 @@ BF16_TOLERANCE = 5e-2
 
 # What speculators can follow, beside the golden cases.
 LIKE_SPECULATORS = {"slot_mask": "each", "normalize": "count"}
+LIKE_SPECULATORS_EAGLE3 = {"mask_index": "input", "out_of_vocab": "kept", "ttt_decay_base": 0.9, "normalize": "count"}
 EXTRA = {
     "like_speculators": {"config": {"loss": {"kl": 1.0, **LIKE_SPECULATORS}}, "last_hidden": "pre_norm"},
     "like_speculators_sliding": {
@@ -47,6 +48,22 @@ EXTRA = {
             "loss": {"ce_teacher": 1.0, "slot_weight": "dpace", **LIKE_SPECULATORS},
             "drafter": {"predict_from_anchor": True},
         },
+    },
+    "like_speculators_eagle3": {
+        "config": {
+            "loss": {"kl": 1.0, **LIKE_SPECULATORS_EAGLE3},
+            "drafter": {"kind": "eagle3", "norm_before_residual": True, "fc_norm": True, "norm_output": True},
+        },
+        "last_hidden": "pre_norm",
+    },
+    "like_speculators_eagle3_vocabulary": {
+        "config": {
+            "loss": {"ce_teacher": 0.1, "tv": 0.9, **LIKE_SPECULATORS_EAGLE3},
+            "drafter": {
+                "kind": "eagle3", "style": "qwen3", "layers": 2, "layer_types": ["full_attention"] * 2, "norm_before_fc": True,
+            },
+        },
+        "last_hidden": "pre_norm", "untied": True, "draft_vocab": 30,
     },
 }  # fmt: skip
 
@@ -105,12 +122,15 @@ def write_shard(path, last_hidden, documents=random_documents):
 def write_config(path, case, compute, device):
     """The case's settings on these shards; sizes come from the target, by default, in half of the cases."""
     config = resolved(copy.deepcopy(case["config"]))
+    eagle3 = config["drafter"]["kind"] == "eagle3"
     config["run"].update({"compute": compute, "device": device})
     kind = "untied" if case.get("untied") else "tied"
     config["target"]["path"] = f"target-{kind}"
     config["data"].update({"seq_len": 64, "rows_per_step": 3})
-    config["data"]["train"] = [f"{case.get('last_hidden', 'post_norm')}.h5"]
-    config["drafter"].update({"init_std": 0.15, "mask_token_id": 90, "intermediate_size": 24})
+    config["data"]["train"] = [shard_of(case)]
+    config["drafter"].update({"init_std": 0.15, "intermediate_size": 24} | ({} if eagle3 else {"mask_token_id": 90}))
+    if "draft_vocab" in case:
+        config["drafter"]["draft_vocab"] = vocabulary_of(case)
     if case.get("untied"):
         for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "rope_theta"):
             del config["drafter"][key]
@@ -119,14 +139,27 @@ def write_config(path, case, compute, device):
         file.write(to_yaml(config))
 
 
+def shard_of(case):
+    return f"{case.get('last_hidden', 'post_norm')}.h5"
+
+
+def vocabulary_of(case):
+    return f"{case.get('last_hidden', 'post_norm')}-{case['draft_vocab']}.safetensors"
+
+
 def run(command):
     """Exit status and output; what went to stderr first."""
     done = subprocess.run(command, capture_output=True, text=True)
     return done.returncode, done.stderr + done.stdout
 
 
-def can_ask_speculators(case):
-    return all(case["config"]["loss"].get(k) == v for k, v in LIKE_SPECULATORS.items())
+def speculators_script(case):
+    """The program that asks speculators, or None."""
+    eagle3 = case["config"].get("drafter", {}).get("kind") == "eagle3"
+    wanted = LIKE_SPECULATORS_EAGLE3 if eagle3 else LIKE_SPECULATORS
+    if any(case["config"]["loss"].get(k) != v for k, v in wanted.items()):
+        return None
+    return "against_speculators_eagle3.py" if eagle3 else "against_speculators.py"
 
 
 def check(name, case, arguments, folder):
@@ -134,6 +167,11 @@ def check(name, case, arguments, folder):
     compute = "bf16" if arguments.bf16 else "fp32"
     config, trace = os.path.join(folder, f"{name}.yaml"), os.path.join(folder, f"{name}.safetensors")
     target = os.path.join(folder, "target-untied" if case.get("untied") else "target-tied")
+    if "draft_vocab" in case:
+        vocabulary = ["--size", str(case["draft_vocab"]), "--out", os.path.join(folder, vocabulary_of(case))]
+        status, output = run([arguments.dtrain, "vocab", *vocabulary, os.path.join(folder, shard_of(case))])
+        if status != 0:
+            return [f"dtrain vocab: status {status}\n{output}"]
     write_config(config, case, compute, arguments.device)
     status, output = run([arguments.dtrain, "trace", "--config", config, "--out", trace])
     if status != 0:
@@ -141,8 +179,8 @@ def check(name, case, arguments, folder):
     tolerance = ["--tol", str(BF16_TOLERANCE)] if arguments.bf16 else []
     faults = []
     programs = ["recompute_step.py"]
-    if can_ask_speculators(case) and not arguments.bf16:
-        programs.append("against_speculators.py")
+    if speculators_script(case) and not arguments.bf16:
+        programs.append(speculators_script(case))
     for program in programs:
         status, output = run([sys.executable, os.path.join(HERE, program), trace, "--target", target, *tolerance])
         if status != 0:
@@ -172,7 +210,7 @@ def main():
     write_target(os.path.join(folder, "target-untied"), True)
     for last_hidden in ("pre_norm", "post_norm"):
         write_shard(os.path.join(folder, last_hidden + ".h5"), last_hidden)
-    cases = {n: c for n, c in {**CASES, **EXTRA}.items() if n != "nothing_supervised" and arguments.only in (None, n)}
+    cases = {n: c for n, c in {**CASES, **EXTRA}.items() if not n.endswith("nothing_supervised") and arguments.only in (None, n)}
     failed = 0
     for name, case in cases.items():
         faults = check(name, case, arguments, folder)

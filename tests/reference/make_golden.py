@@ -249,7 +249,8 @@ def update_results(config, step, number, params, m, v):
         "clip_factor": factor, "step": number,
     }  # fmt: skip
     metrics = step.metrics() or {}
-    scalars.update({n: metrics[n] for n in ("accept_len", "eal_marginal") if n in metrics})
+    names = ("accept_len", "eal_marginal") + (("overlap",) if is_eagle3(config) else ())
+    scalars.update({n: metrics[n] for n in names if n in metrics})
     for name in ("acc", "cond_acc"):
         if name in metrics:
             tensors[f"metrics.{name}"] = torch.tensor(metrics[name], dtype=torch.float32)
