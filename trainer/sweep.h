@@ -103,9 +103,10 @@ struct sweep {
     int64_t threads;  // of each point on the CPU; 0: as the config says
     char **slot_gpus; // [parallel] CUDA_VISIBLE_DEVICES; NULL: left as it is
     sigset_t watched, before;
-    int signals;       // that have come
-    int first_signal;  // the first one's number
-    double stopped_at; // when the first signal came; 0: none has
+    int signals;          // that have come
+    int first_signal;     // the first one's number
+    double stopped_at;    // when the first signal came; 0: none has
+    bool stops_by_itself; // without a signal so far
     bool killed;
     double shown; // when progress was last told
 };

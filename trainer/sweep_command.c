@@ -225,6 +225,8 @@ static int prepare(struct sweep *sweep, struct error *err)
     if (sweep_state_exists(sweep->folder) && sweep_state_continue(sweep, err) != 0)
         return EXIT_REFUSED;
     int planned = sweep_plan(sweep, err);
+    if (planned > 0)
+        log_info("signal %d: stopping before the first point", sweep->first_signal);
     if (planned != 0)
         return planned > 0 ? EXIT_STOPPED : EXIT_REFUSED;
     sweep_print_plan(sweep, stdout);

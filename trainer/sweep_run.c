@@ -206,13 +206,19 @@ static void conclude_run(struct sweep *sweep, struct sweep_point *point, int sta
     }
 }
 
-// A run that was stopped although this process has had no signal: so it is meant for all, or only that run
-// has no data. Either way the others would not be what was asked for.
+// A run that was stopped although this process has had no signal: so it is meant for all, and the sweep's own
+// comes in a moment, or only that run has no data. Either way the others would not be what was asked for.
 static void follow_stopped(struct sweep *sweep, const struct sweep_point *point)
 {
-    if (sweep->signals > 0 || point->state != SWEEP_STOPPED || sweep_await(sweep, 1.0) != 0)
+    double end = timer_now() + 1.0;
+    if (point->state != SWEEP_STOPPED)
+        return;
+    while (sweep->signals == 0 && timer_now() < end)
+        sweep_await(sweep, 0.1);
+    if (sweep->signals > 0)
         return;
     log_warn("%s has stopped by itself: the sweep stops, too", point->name);
+    sweep->stops_by_itself = true;
     sweep->signals = 1;
     sweep->first_signal = SIGTERM;
     sweep->stopped_at = timer_now();
@@ -291,6 +297,10 @@ static int running(const struct sweep *sweep)
 // Runs save by themselves after the first signal and end at once after the second.
 static void pass_on(struct sweep *sweep, int number)
 {
+    bool late = sweep->stops_by_itself; // the runs have been told already
+    sweep->stops_by_itself = false;
+    if (late)
+        return;
     log_info("signal %d: stopping %d running point%s", number, running(sweep),
              running(sweep) == 1 ? "" : "s");
     send_all(sweep, number);
