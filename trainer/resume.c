@@ -65,8 +65,11 @@ static int compare_layers(const char *checkpoint, const struct session *session,
         return -1;
     int status = 0;
     const struct drafter_sizes *sizes = &session->sizes;
-    const cJSON *dflash = cJSON_GetObjectItemCaseSensitive(file.root, "dflash_config");
-    const cJSON *ids = cJSON_GetObjectItemCaseSensitive(dflash, "target_layer_ids");
+    bool eagle3 = sizes->kind == DRAFTER_EAGLE3;
+    const cJSON *own =
+        cJSON_GetObjectItemCaseSensitive(file.root, eagle3 ? "eagle_config" : "dflash_config");
+    const cJSON *ids = cJSON_GetObjectItemCaseSensitive(
+        own, eagle3 ? "eagle_aux_hidden_state_layer_ids" : "target_layer_ids");
     bool same = cJSON_GetArraySize(ids) == sizes->features;
     for (int l = 0; same && l < sizes->features; l++)
         same = cJSON_GetArrayItem(ids, l)->valuedouble == (double)sizes->target_layer_ids[l];
