@@ -264,6 +264,7 @@ static void stop_and_continue(const char *name, int rank, int signal_number)
     run_fixture_set(&fixture, "run.epochs=1000");
     run_fixture_set(&fixture, "run.max_steps=600");
     run_fixture_set(&fixture, "checkpoint.every=200");
+    run_fixture_set(&fixture, "drafter.intermediate_size=64"); // steps are to be many, not long
     assert_int_equal(run_train(&fixture, "long", NULL), 0); // the second time nothing is left to do
     for (int try = 0; try < TRIES && stopped == LONG_STEPS; try++) {
         struct program program = {0};
