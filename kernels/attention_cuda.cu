@@ -69,21 +69,42 @@ static void backward_mma(struct stream *stream, const struct attention *op)
         attention_dkv(stream, op);
 }
 
-// Without blocks a row may see nothing: then lse is a copy, in the first part of the workspace.
+// Rows [first, first + count) of loose rows.
+static struct attention rows_part(const struct attention *op, int64_t first, int64_t count)
+{
+    int64_t heads = first * op->heads, at = heads * op->head_dim;
+    struct attention part = *op;
+    part.rows = count;
+    part.q = (const bf16_t *)op->q + at;
+    part.out = (bf16_t *)op->out + at;
+    part.dout = (const bf16_t *)op->dout + at;
+    part.dq = (bf16_t *)op->dq + at;
+    part.lse = op->lse + heads;
+    part.delta = op->delta + heads;
+    part.begin = op->begin + first;
+    part.end = op->end + first;
+    return part;
+}
+
+// Without blocks a row may see nothing: then lse is a copy, in half of the workspace. So many rows at a time.
 static void backward_loose(struct stream *stream, const struct attention *op)
 {
     struct stream rest = *stream;
-    struct attention loose = *op;
-    int64_t count = op->rows * op->heads;
-    size_t bytes = (size_t)divide_up(count, LSE_THREADS) * LSE_THREADS * sizeof(float);
-    BUG_UNLESS(bytes <= stream->workspace_bytes);
-    loose.lse = (float *)stream->workspace;
-    rest.workspace = (char *)stream->workspace + bytes;
-    rest.workspace_bytes -= bytes;
-    lse_kernel<<<grid_size(divide_up(count, LSE_THREADS)), LSE_THREADS, 0, stream->cuda>>>(
-        *op, loose.lse);
-    launch_check();
-    backward_mma(&rest, &loose);
+    size_t half = stream->workspace_bytes / 2 / LSE_THREADS * LSE_THREADS;
+    int64_t most = (int64_t)(half / sizeof(float)) / op->heads;
+    BUG_UNLESS(most > 0);
+    rest.workspace = (char *)stream->workspace + half;
+    rest.workspace_bytes -= half;
+    for (int64_t first = 0; first < op->rows; first += most) {
+        int64_t left = op->rows - first;
+        struct attention part = rows_part(op, first, left < most ? left : most);
+        int64_t count = part.rows * part.heads;
+        lse_kernel<<<grid_size(divide_up(count, LSE_THREADS)), LSE_THREADS, 0, stream->cuda>>>(
+            part, (float *)stream->workspace);
+        launch_check();
+        part.lse = (float *)stream->workspace;
+        backward_mma(&rest, &part);
+    }
 }
 
 void attention_backward_cuda(struct stream *stream, const struct attention *op)
