@@ -84,10 +84,11 @@ def number(line, name):
 # ---- a run -------------------------------------------------------------------------------------------------------
 
 class Run:
-    """A run folder. values: of the keys in which runs differ, {key: text}, filled by Report."""
+    """A run folder. values: of the keys in which runs differ, {key: text}. state: of a sweep's point that has not
+    ended; None otherwise."""
 
     def __init__(self, folder, label):
-        self.folder, self.label, self.values = folder, label, {}
+        self.folder, self.label, self.values, self.state = folder, label, {}, None
         path = os.path.join(folder, "metrics.jsonl")
         if not os.path.isdir(folder):
             raise ReportError(f"{folder}: there is no such folder")
@@ -246,7 +247,9 @@ class Report:
         self.summaries = {run.label: summary(run) for run in runs}
         self.scored = any(self.summaries[run.label]["best_walk"] is not None for run in runs)
         self.score_name = scored_by if self.scored else "loss"
-        points = {run.label: (self.score(run.label), self.summaries[run.label]) for run in runs}
+        # What has not ended is not compared with what has.
+        ended = [run for run in runs if run.state is None] or runs
+        points = {run.label: (self.score(run.label), self.summaries[run.label]) for run in ended}
         self.fronts = {cost: on_front(points, cost) for cost in ("seconds", "memory_bytes")}
         known = [label for label in points if points[label][0] is not None]
         # The better one; of equals the one that took less time.
@@ -309,6 +312,7 @@ def open_sweep(folder):
             continue
         run.values = values
         if point.get("state") not in (None, "done"):
+            run.state = point["state"]
             run.notes.append(f"{name}: {point['state']}; the numbers are those so far")
         runs.append(run)
     if not runs:

@@ -43,7 +43,7 @@ td { white-space: nowrap; text-align: right; font-variant-numeric: tabular-nums;
 th.text, td.text { text-align: left; } th:first-child, td:first-child { padding-left: 14px; } tr.best td { font-weight: 650; }
 td.bar { background: linear-gradient(to right, var(--shade) var(--part), transparent var(--part)); }
 .mark { font-size: 12px; font-weight: 500; border: 1px solid currentColor; border-radius: 99px; padding: 1px 8px;
-  margin-right: 6px; color: var(--series0); } .mark.front { color: var(--series2); }
+  margin-right: 6px; color: var(--series0); } .mark.front { color: var(--series2); } .mark.state { color: var(--muted); }
 .swatch { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin-right: 8px; }
 """
 
@@ -189,7 +189,8 @@ def table(report):
         names = [run.values[key] for key in keys] or [run.label]
         swatch = f'<span class="swatch" style="background: {by_name(styles.colours[run.label])}"></span>'
         cells = "".join(f'<td class="text">{swatch * (i == 0)}{html.escape(name)}</td>' for i, name in enumerate(names))
-        cells += f'<td class="text">{marks(report, run.label)}</td>'
+        state = f'<span class="mark state">{html.escape(run.state)}</span>' if run.state else ""
+        cells += f'<td class="text">{state}{marks(report, run.label)}</td>'
         for name, _, form in columns:
             bar = ""
             if name == report.score_name and score is not None and high > low:

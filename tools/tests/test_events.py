@@ -117,9 +117,9 @@ class Events(unittest.TestCase):
 
     def segments(self):
         """A run in three pieces: killed behind its checkpoint, stopped, and ended."""
-        self.assertEqual(self.runs.stop_at("run", 9), -signal.SIGKILL)
+        self.assertEqual(self.runs.stop_at("run", 70), -signal.SIGKILL)
         yield
-        self.assertEqual(self.runs.stop_at("run", 16, signal.SIGTERM), 75)
+        self.assertEqual(self.runs.stop_at("run", 150, signal.SIGTERM), 75)
         yield
         self.runs.train("run")
 
@@ -128,14 +128,14 @@ class Events(unittest.TestCase):
             pass
         events = self.runs.path("run", "events")
         self.assertEqual(len(os.listdir(events)), 3)
-        lines = self.lines(24)
+        lines = self.lines(300)
         found = accumulated(EventAccumulator(events, size_guidance={"scalars": 0}))
         self.same(found, lines)
         for tag in ("train/loss", "train/loss_kl", "train/loss_tv", "acc/slot_01", "acc/slot_03", "train/clip_factor",
                     "speed/block_rows_per_second", "speed/mfu", "time/copy_seconds"):
-            self.assertEqual([step for step, _ in found[tag]], list(range(1, 25)), tag)
+            self.assertEqual([step for step, _ in found[tag]], list(range(1, 301)), tag)
         for tag in ("val/accept_len_walk", "val/accept_len_walk_1", "val/overlap", "val_acc/slot_01"):
-            self.assertEqual([step for step, _ in found[tag]], [0, 6, 12, 18, 24], tag)
+            self.assertEqual([step for step, _ in found[tag]], [0, 60, 120, 180, 240, 300], tag)
 
     def test_accumulator_that_read_what_was_cut(self):
         events = self.runs.path("run", "events")
@@ -143,13 +143,14 @@ class Events(unittest.TestCase):
         accumulator = EventAccumulator(events, size_guidance={"scalars": 0})
         for _ in self.segments():
             accumulated(accumulator)
-        self.same(accumulated(accumulator), self.lines(24))
+        self.same(accumulated(accumulator), self.lines(300))
 
     def test_begun_again_without_a_checkpoint(self):
-        self.assertEqual(self.runs.stop_at("run", 3), -signal.SIGKILL)
-        self.runs.train("run")
+        self.assertEqual(self.runs.stop_at("run", 3, signal.SIGKILL, "checkpoint.every=0"), -signal.SIGKILL)
+        self.runs.train("run", "checkpoint.every=0")
+        self.assertNotIn("resuming from", self.runs.said("run"))
         self.same(accumulated(EventAccumulator(self.runs.path("run", "events"), size_guidance={"scalars": 0})),
-                  self.lines(24))
+                  self.lines(300))
 
     def serve(self, *options):
         events = self.runs.path("run")
@@ -158,7 +159,7 @@ class Events(unittest.TestCase):
         self.addCleanup(board.close)
         for _ in self.segments():
             time.sleep(1.5)  # it reads what will be cut
-        wanted, lines, end = expected(self.lines(24)), self.lines(24), time.monotonic() + 30
+        wanted, lines, end = expected(self.lines(300)), self.lines(300), time.monotonic() + 30
         while board.curves() != wanted and time.monotonic() < end:
             time.sleep(0.5)
         self.same(board.curves(), lines)

@@ -178,6 +178,21 @@ class Comparing(Folders):
         report = data.open_report(folders)
         self.assertEqual((report.best, report.score_name), ("better", "loss"))
 
+    def test_a_sweep_that_goes_on(self):
+        self.usual("sweep/size=4")
+        self.usual("sweep/size=8", gain=1.0)
+        points = [{"name": "size=4", "state": "done"}, {"name": "size=8", "state": "running"},
+                  {"name": "size=16", "state": "does_not_fit", "reason": "needs 9 GiB"}]
+        with open(self.path("sweep", "sweep.json"), "w", encoding="utf-8") as file:
+            json.dump({"grid": [{"key": "a.size", "values": ["4", "8", "16"]}], "points": points}, file)
+        report = data.open_report([self.path("sweep")])
+        self.assertEqual([run.label for run in report.runs], ["size=4", "size=8"])
+        self.assertEqual(report.best, "size=4")  # what has not ended is not compared
+        self.assertEqual(report.fronts["seconds"], ["size=4"])
+        self.assertEqual(report.missing, {"size=16": ({"a.size": "16"}, "does_not_fit", "needs 9 GiB")})
+        self.assertEqual(report.axis("a.size"), ["4", "8", "16"])
+        self.assertIn("size=8: running", report.notes[0])
+
     def test_names_of_points(self):
         self.assertEqual(data.values_of("max_anchors=32,layer_ids=[1,2],block_size=8",
                                         ["anchors.max_anchors", "target.layer_ids", "drafter.block_size"]),
@@ -301,7 +316,8 @@ class RealSweep(Folders):
         runs = tiny_run.Runs(self.path("data"), DTRAIN)
         with open(self.path("sweep.out"), "w", encoding="utf-8") as out:
             status = subprocess.call(
-                [DTRAIN, "sweep", "--config", runs.path("run.yaml"), "--set", f"run.dir={runs.path('sweep')}", "--grid",
+                [DTRAIN, "sweep", "--config", runs.path("run.yaml"), "--set", f"run.dir={runs.path('sweep')}", "--set",
+                 "run.max_steps=24", "--set", "validation.every=6", "--grid",
                  "max_anchors=8,16", "--grid", "block_size=4,6"], stdout=out, stderr=subprocess.STDOUT)
         with open(self.path("sweep.out"), encoding="utf-8") as file:
             self.assertEqual(status, 0, file.read())

@@ -1,4 +1,7 @@
-"""A training run of a few seconds for tests that look at what it leaves: random states, numpy and h5py only."""
+"""A training run of a few seconds for tests that look at what it leaves: random states, numpy and h5py only.
+
+It has so many steps that it is still running when a test has seen one of them.
+"""
 
 import json
 import os
@@ -14,14 +17,14 @@ from dtrain_tools.tensor_file import float_to_bf16, write_tensors
 HIDDEN, VOCAB, LAYERS = 16, 64, 3
 
 CONFIG = """
-run: {dir: unset, seed: 3, epochs: 100, max_steps: 24, device: cpu, compute: fp32}
+run: {dir: unset, seed: 3, epochs: 100, max_steps: 300, device: cpu, compute: fp32}
 target: {path: target}
 data: {train: [train.h5], val: [val.h5], seq_len: 128, rows_per_step: 1}
-validation: {every: 6, rows: 2, draft_tokens: [1, 3]}
+validation: {every: 60, rows: 2, draft_tokens: [1, 3]}
 drafter: {layers: 1, block_size: 4, mask_token_id: 60}
 anchors: {max_anchors: 16}
 loss: {kl: 0.5, tv: 0.5}
-checkpoint: {every: 5, background: false}
+checkpoint: {every: 20, keep: 2, background: false}
 parallel: {threads: 1}
 log: {every: 1, peak_tflops: 0.01}
 """
