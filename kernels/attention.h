@@ -1,6 +1,7 @@
 // Attention of block rows (DFlash): a query sees context positions [begin, end) of the packed row,
 // given per query, and the rows of its own block (all of them, or only up to itself). No mask exists.
-// With block_size 0 (EAGLE-3) it sees the context alone. Softmax in fp32. Grouped queries: query head h reads key head h / (heads / kv_heads).
+// With block_size 0 (EAGLE-3) it sees the context alone. Softmax in fp32. Grouped queries: query head h
+// reads key head h / (heads / kv_heads).
 #ifndef KERNELS_ATTENTION_H
 #define KERNELS_ATTENTION_H
 

@@ -2,9 +2,10 @@
 // small matrix Q [M, D], M = B times heads per key head; keys come in tiles, those of the block first,
 // then the context that some row of the block sees, with a running softmax over tiles. So a row's
 // result depends on its block alone. Rows without blocks are taken LOOSE_ROWS at a time, as blocks that
-// have no keys. The backward pass goes over blocks for dq, dk_block and dv_block,
-// and then over tiles of context keys for dk_context and dv_context, blocks in order: no two threads
-// add to the same element, and no sum depends on the number of threads.
+// have no keys; the last bits of their results may depend on the rows beside them. The backward pass
+// goes over blocks for dq, dk_block and dv_block, and then over tiles of context keys for dk_context and
+// dv_context, blocks in order: no two threads add to the same element, and no sum depends on the number
+// of threads.
 #include "kernels/attention.h"
 
 #include <cblas.h>
