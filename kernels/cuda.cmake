@@ -63,7 +63,8 @@ set(CMAKE_CUDA_EXTENSIONS OFF)
 set(CMAKE_CUDA_FLAGS_RELEASE "-O3")
 
 add_library(dtrain_cuda_libraries INTERFACE)
-target_link_libraries(dtrain_cuda_libraries INTERFACE CUDA::cudart CUDA::cublasLt)
+# What looks for a profiler (NVTX) opens libraries.
+target_link_libraries(dtrain_cuda_libraries INTERFACE CUDA::cudart CUDA::cublasLt ${CMAKE_DL_LIBS})
 target_include_directories(dtrain_cuda_libraries INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
 
 # What only tests use: a program must start where these are not there.
