@@ -23,15 +23,11 @@ static bool is_group(const char *word)
     return false;
 }
 
-// "check, stats, order or manifest" of a group.
-static void list_group(const char *name, char *text, size_t size)
+// "check, stats, order or manifest".
+static void list_words(const char *const *words, size_t count, char *text, size_t size)
 {
-    const char *words[MOST_OPTIONS];
-    size_t count = 0, used = 0, length = strlen(name);
-    for (size_t i = 0; i < command_count; i++)
-        if (strncmp(command_table[i].name, name, length) == 0 &&
-            command_table[i].name[length] == ' ')
-            words[count++] = command_table[i].name + length + 1;
+    size_t used = 0;
+    text[0] = '\0';
     for (size_t i = 0; i < count && used < size; i++)
         used += (size_t)snprintf(text + used, size - used, "%s%s",
                                  i == 0           ? ""
@@ -42,8 +38,14 @@ static void list_group(const char *name, char *text, size_t size)
 
 static int refuse_group(const char *group, const char *word, struct error *err)
 {
+    const char *commands[MOST_OPTIONS];
     char words[256];
-    list_group(group, words, sizeof(words));
+    size_t count = 0, length = strlen(group);
+    for (size_t i = 0; i < command_count; i++)
+        if (strncmp(command_table[i].name, group, length) == 0 &&
+            command_table[i].name[length] == ' ')
+            commands[count++] = command_table[i].name + length + 1;
+    list_words(commands, count, words, sizeof(words));
     if (word == NULL || word[0] == '-')
         return error_set(err, "dtrain %s: say %s\nsee dtrain %s --help", group, words, group);
     return error_set(err, "dtrain %s: say %s, not %s\nsee dtrain %s --help", group, words, word,
@@ -223,6 +225,22 @@ static bool is_given(const struct options *options, const struct option_row *row
     return *(const void *const *)at != NULL;
 }
 
+// An operand that is one of a few words.
+static int check_choice(const struct command *command, const char *word, struct error *err)
+{
+    const char *choices[MOST_OPTIONS];
+    char text[256];
+    size_t count = 0;
+    const char *choice = command->operand_choices;
+    for (; *choice != '\0'; choice += strlen(choice) + 1) {
+        if (strcmp(choice, word) == 0)
+            return 0;
+        choices[count++] = choice;
+    }
+    list_words(choices, count, text, sizeof(text));
+    return error_set(err, "%s: say %s, not %s", command->operand, text, word);
+}
+
 static int check_operands(const struct command *command, const struct options *options,
                           struct error *err)
 {
@@ -234,12 +252,7 @@ static int check_operands(const struct command *command, const struct options *o
                          command->operand);
     if (count > 1 && !command->operands)
         return error_set(err, "unexpected word %s", options->files[1]);
-    const char *choice = command->operand_choices;
-    while (choice != NULL && *choice != '\0' && strcmp(choice, options->files[0]) != 0)
-        choice += strlen(choice) + 1;
-    if (choice != NULL && *choice == '\0')
-        return error_set(err, "unknown %s %s", command->operand, options->files[0]);
-    return 0;
+    return command->operand_choices != NULL ? check_choice(command, options->files[0], err) : 0;
 }
 
 static int check_needs(const struct command *command, const struct options *options,
