@@ -252,7 +252,7 @@ static void a_run_with_fast_reads_does_not(void **state)
     (void)state;
     struct run_fixture fixture;
     run_fixture_open(&fixture);
-    assert_int_equal(train(&fixture, "fast", "run.max_steps=200"), EXIT_DONE);
+    assert_int_equal(train(&fixture, "fast", "run.max_steps=60"), EXIT_DONE);
     assert_false(program_says(run_path(&fixture, "fast/log.txt"), "waited for data"));
     run_fixture_close(&fixture);
 }
