@@ -357,6 +357,8 @@ bool prefetch_stop(struct prefetch *prefetch)
     if (!await_readers(prefetch)) {
         log_warn("a reader of shards does not come back; it is left behind");
         prefetch->left_behind = true;
+        for (int i = 0; i < prefetch->reader_count; i++)
+            pthread_detach(prefetch->readers[i].thread);
         return false;
     }
     for (int i = 0; i < prefetch->reader_count; i++)
