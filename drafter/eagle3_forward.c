@@ -350,6 +350,7 @@ static void group_inputs(struct eagle3 *e, const struct backend *backend, struct
     for (int64_t i = 0, r = 0; i < e->steps; i++)
         for (int64_t k = 0; k < count; k++, r++) {
             int32_t t = anchors[k] - 1;
+            BUG_UNLESS(t >= 0 && row->positions[anchors[k]] > 0);
             int64_t last = row->doc_offsets[row->doc_of[t] + 1] - 1, read = t + 1 + i;
             token[r] = (int32_t)(read < last ? read : last);
             places[r] = row->positions[t] + 1 + (int32_t)i;

@@ -42,8 +42,9 @@ static int run_group(struct step *step, const struct row *row)
     int64_t valid = row->tokens - 1, blocks = s->execution->group_rows / s->sizes->block_size;
     int64_t count = blocks < valid ? blocks : valid;
     int32_t *anchors = memory_alloc((size_t)count, sizeof(*anchors));
+    int64_t first = s->sizes->kind == DRAFTER_EAGLE3 ? 1 : 0; // whose anchor follows its position
     for (int64_t i = 0; i < count; i++)
-        anchors[i] = (int32_t)i;
+        anchors[i] = (int32_t)(first + i);
     int stopped = step_row_anchors(step, row, anchors, count);
     free(anchors);
     return stopped;
