@@ -188,9 +188,9 @@ static const struct command_option sweep_options[] = {
 
 static const struct command_option export_options[] = {
     NEED("checkpoint", NULL),
-    NEED("format", "`zlab`: read by SGLang, vLLM and z-lab's code; `specforge`: the same layout; "
-                   "`speculators`: "
-                   "read by vLLM and speculators, holds the target's embedding and head"),
+    NEED("format", "`zlab`: read by SGLang, vLLM and z-lab's code, DFlash only; `specforge`: the "
+                   "same layout, and of EAGLE-3 what SGLang reads; `speculators`: read by vLLM and "
+                   "speculators, holds the target's embedding and head"),
     {.name = "out", .required = true, .value = "DIR", .help = "the folder to write"},
     MAY("target", "where the target is now (speculators; default: the run's target.path)"),
     MAY("allow-unservable", "write it although servers do not run it as trained; with NAMES, "
