@@ -33,7 +33,7 @@ RATE, WARM_UP, STEPS = 1e-5, 3, 5
 FEATURES = 3
 SAME = ["loss.kl=1.0", "loss.mask_index=input", "loss.out_of_vocab=kept", "loss.normalize=count", "loss.ttt_decay_base=1.0",
         "drafter.fc_norm=true", "drafter.norm_output=true", "optimizer.grad_clip=1.0"]
-LINE = re.compile(r": +([0-9.]+) ms,.*in use ([0-9.]+) more than before; loss ([0-9.]+)")
+LINE = re.compile(r": +([0-9.]+) ms,.*in use (-?[0-9.]+) more than before; loss ([0-9.]+)")
 
 
 # ---- the peer ----------------------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 // supervised. Prints one line per number of anchors: milliseconds of a step (mean of steps queued one
 // after another, as in training), block rows per second, parts, device memory, loss; then the same numbers
 // of anchors in changing order, as the largest slow-down of a block row against the line before.
-// Usage: bench_step cpu|cuda|cuda-generic MODEL ANCHORS[,ANCHORS...] [section.key=value...]
-// MODEL: v4, qwen3-8b, small. A run's own settings of memory.* and kernels.* are given as key=value, and
-// data.rows_per_step for steps of several such rows.
+// Usage: bench_step cpu|cuda|cuda-generic MODEL ANCHORS[,ANCHORS...]|all [draft_vocab=N] [section.key=value...]
+// MODEL: v4, qwen3-8b, small; EAGLE-3: eagle3-qwen3-8b, eagle3-small, where every position counts (all).
+// A run's own settings of memory.* and kernels.* are given as key=value, and data.rows_per_step for steps of
+// several such rows. draft_vocab: EAGLE-3 with a draft vocabulary of N tokens.
 // Started by torchrun or mpirun it is as many ranks, which share the rows of a step; rank 0 prints, also how
 // long what they exchange takes alone, and how much of it a step waits for.
 #include <math.h>
@@ -22,43 +23,63 @@
 #include "trainer/step.h"
 #include "trainer/tune.h"
 
-enum { LAYERS = 5, FEATURES = 5, DOCUMENTS = 4, WARM_UP = 1, LEAST_STEPS = 3, MOST_COUNTS = 16 };
+enum { MOST_FEATURES = 5, DOCUMENTS = 4, WARM_UP = 1, LEAST_STEPS = 3, MOST_COUNTS = 16 };
+static const int64_t ALL_ANCHORS = INT32_MAX;
 static const double enough_seconds = 2.0; // of steps at one number of anchors
 static const double head_spread = 3.5;    // of logits against unit hidden states
 
 struct model {
     const char *name, *target; // target: a model of known sizes; NULL: the small one
-    const char *sets[8];       // config, NULL at the end
+    int64_t features;
+    const char *sets[12]; // config, NULL at the end
 };
 
 static const struct model models[] = {
     {"v4",
      "qwen3.6-27b",
+     5,
      {"data.seq_len=8192", "drafter.block_size=16", "drafter.mask_token_id=248070",
       "drafter.num_attention_heads=32", "drafter.num_key_value_heads=8", "drafter.head_dim=128",
       "drafter.intermediate_size=17408", NULL}},
     {"qwen3-8b",
      "qwen3-8b",
+     5,
      {"data.seq_len=8192", "drafter.block_size=16", "drafter.mask_token_id=151669",
       "drafter.num_attention_heads=32", "drafter.num_key_value_heads=8", "drafter.head_dim=128",
       "drafter.intermediate_size=12288", NULL}},
     {"small",
      NULL,
+     5,
      {"data.seq_len=512", "drafter.block_size=8", "drafter.mask_token_id=900",
       "drafter.num_attention_heads=4", "drafter.num_key_value_heads=2", "drafter.head_dim=64",
       "drafter.intermediate_size=256", NULL}},
+    {"eagle3-qwen3-8b",
+     "qwen3-8b",
+     3,
+     {"data.seq_len=8192", "drafter.kind=eagle3", "drafter.style=llama", "drafter.layers=1",
+      "drafter.num_attention_heads=32", "drafter.num_key_value_heads=8", "drafter.head_dim=128",
+      "drafter.intermediate_size=12288", NULL}},
+    {"eagle3-small",
+     NULL,
+     3,
+     {"data.seq_len=512", "drafter.kind=eagle3", "drafter.style=llama", "drafter.layers=1",
+      "drafter.num_attention_heads=4", "drafter.num_key_value_heads=2", "drafter.head_dim=64",
+      "drafter.intermediate_size=256", "drafter.ttt_steps=3", NULL}},
 };
 
 struct bench {
     struct test_backend on;
     struct config config;
+    int64_t features;
+    int64_t draft_vocab; // 0: none
+    struct vocab_map map;
     struct target target;
     bf16 *embed, *head;
     float *norm;
     struct drafter_sizes sizes;
     struct params params;
     struct execution execution;
-    int32_t plane[DRAFTER_MAX_LAYERS];
+    int32_t plane[MOST_FEATURES];
     struct ranks *ranks;
     struct ownership ownership;
     struct step step;
@@ -161,24 +182,47 @@ static void make_config(struct bench *b, const struct model *model, const char *
         sets[count++] = common[i];
     for (size_t i = 0; model->sets[i] != NULL; i++)
         sets[count++] = model->sets[i];
-    for (int i = 0; i < own_count && count < MOST; i++)
-        sets[count++] = own[i];
+    for (int i = 0; i < own_count && count < MOST; i++) {
+        if (strncmp(own[i], "draft_vocab=", 12) == 0)
+            b->draft_vocab = strtoll(own[i] + 12, NULL, 10);
+        else
+            sets[count++] = own[i];
+    }
+    b->features = model->features;
     config_init(&b->config);
     if (config_load(&b->config, NULL, sets, count, &err) != 0)
         fail(&err);
+}
+
+// Tokens spread over the whole vocabulary.
+static void make_map(struct bench *b)
+{
+    int64_t vocab = b->target.vocab_size;
+    struct error err = {0};
+    if (b->draft_vocab == 0)
+        return;
+    int64_t *counts = memory_alloc((size_t)vocab, sizeof(*counts));
+    for (int64_t i = 0; i < vocab; i++)
+        counts[i] = 1 + (int64_t)(rng_mix(5, (uint64_t)i) % 1000000);
+    if (vocab_map_make(&b->map, counts, vocab, b->draft_vocab, &err) != 0)
+        fail(&err);
+    b->sizes.draft_vocab = b->draft_vocab;
+    free(counts);
 }
 
 static void open_step(struct bench *b)
 {
     double begin = timer_now();
     struct error err = {0};
-    int64_t ids[FEATURES];
-    for (int32_t i = 0; i < FEATURES; i++) {
+    int64_t ids[MOST_FEATURES];
+    for (int32_t i = 0; i < b->features; i++) {
         ids[i] = i + 1;
         b->plane[i] = i;
     }
-    if (drafter_sizes_resolve(&b->sizes, &b->config.drafter, &b->target, ids, FEATURES, &err) != 0)
+    if (drafter_sizes_resolve(&b->sizes, &b->config.drafter, &b->target, ids, b->features, &err) !=
+        0)
         fail(&err);
+    make_map(b);
     drafter_params(&b->sizes, &b->params);
     ownership_open(&b->ownership, &b->params, ranks_size(b->ranks), ranks_rank(b->ranks));
     if (execution_choose(&b->execution, &b->config, &b->sizes, b->on.backend, &err) != 0)
@@ -189,9 +233,10 @@ static void open_step(struct bench *b)
                                .target = &b->target,
                                .sizes = &b->sizes,
                                .params = &b->params,
-                               .planes = FEATURES + 1,
+                               .map = b->draft_vocab > 0 ? &b->map : NULL,
+                               .planes = b->features + 1,
                                .plane = b->plane,
-                               .last_plane = FEATURES,
+                               .last_plane = (int32_t)b->features,
                                .last_hidden = LAST_HIDDEN_POST_NORM,
                                .training = true,
                                .ownership = &b->ownership,
@@ -213,7 +258,7 @@ static void make_row(struct bench *b)
     int32_t lengths[DOCUMENTS];
     for (int d = 0; d < DOCUMENTS; d++)
         lengths[d] = (int32_t)(b->config.data.seq_len / DOCUMENTS);
-    test_row_open(&b->row, lengths, DOCUMENTS, FEATURES + 1, b->target.hidden_size);
+    test_row_open(&b->row, lengths, DOCUMENTS, b->features + 1, b->target.hidden_size);
     for (int64_t t = 0; t < b->row.tokens; t++)
         b->row.input_ids[t] = (int32_t)(rng_mix(3, (uint64_t)t) % (uint64_t)b->target.vocab_size);
     free(b->row.hidden);
@@ -241,7 +286,7 @@ static void run_step(struct bench *b, int64_t anchors)
 {
     struct step_outcome outcome;
     int64_t rows = own_rows(b);
-    b->config.anchors.max_anchors = anchors;
+    b->config.anchors.max_anchors = anchors; // EAGLE-3 does not read it
     step_begin(&b->step);
     for (int64_t r = 0; r < rows; r++, b->rows++) {
         struct row *row = b->rows % 2 == 0 ? &b->row : &b->twin;
@@ -299,6 +344,8 @@ static void print_steps(struct bench *b, const char *model, int64_t anchors, dou
     if (!is_first(b))
         return;
     double step_rows = (double)b->config.data.rows_per_step;
+    if (anchors == ALL_ANCHORS)
+        anchors = (int64_t)(rows / (double)b->sizes.block_size);
     printf(
         "%-9s %5lld anchors: %8.1f ms, %7.0f block rows/s; forward %.0f, loss %.0f, backward %.0f, "
         "optimizer %.0f ms; planned %.2f GiB, in use %.2f more than before; loss %.4f; %.3f rows/s "
@@ -384,10 +431,14 @@ static void print_changing(struct bench *b, const int64_t *anchors, const double
 static int parse_anchors(const char *text, int64_t *anchors)
 {
     int count = 0;
+    if (strcmp(text, "all") == 0) {
+        anchors[0] = ALL_ANCHORS;
+        return 1;
+    }
     for (const char *at = text; count < MOST_COUNTS && at != NULL; count++) {
         anchors[count] = strtoll(at, NULL, 10);
         if (anchors[count] < 1)
-            die("%s: numbers of anchors like 512,1024", text);
+            die("%s: numbers of anchors like 512,1024, or all", text);
         at = strchr(at, ',');
         at = at != NULL ? at + 1 : NULL;
     }
@@ -399,7 +450,7 @@ static const struct model *find_model(const char *name)
     for (size_t i = 0; i < sizeof(models) / sizeof(*models); i++)
         if (strcmp(models[i].name, name) == 0)
             return &models[i];
-    die("model %s: v4, qwen3-8b or small", name);
+    die("model %s: v4, qwen3-8b, small, eagle3-qwen3-8b or eagle3-small", name);
 }
 
 static void bench_close(struct bench *b)
@@ -411,6 +462,7 @@ static void bench_close(struct bench *b)
     b->row.hidden = NULL;
     row_close(&b->row, NULL);
     params_release(&b->params);
+    vocab_map_release(&b->map);
     config_release(&b->config);
     b->target.embed.data = b->target.head.data = b->target.norm.data = NULL;
     target_close(&b->target);
@@ -425,8 +477,8 @@ int main(int argc, char **argv)
     int64_t anchors[MOST_COUNTS];
     double per_row[MOST_COUNTS];
     if (argc < 4) {
-        fprintf(stderr, "usage: bench_step cpu|cuda|cuda-generic MODEL ANCHORS[,ANCHORS...] "
-                        "[section.key=value...]\n");
+        fprintf(stderr, "usage: bench_step cpu|cuda|cuda-generic MODEL ANCHORS[,ANCHORS...]|all "
+                        "[draft_vocab=N] [section.key=value...]\n");
         return 2;
     }
     const struct model *model = find_model(argv[2]);

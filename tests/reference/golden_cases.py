@@ -301,7 +301,7 @@ CASES |= {
                 "kl": 0.5, "reverse_kl": 0.25, "js": 1.5, "ce_teacher": 0.125, "ce_data": 0.2, "tv": 0.75, "nla": 0.3,
                 "lk": 0.6, "normalize": "count", "ttt_decay_base": 0.9,
             },
-            "target": {"layer_ids": [0, 1, 3, 6]},
+            "target": {"layer_ids": [1, 2, 3, 6]},
             "drafter": {
                 "kind": "eagle3", "lm_head": "trainable", "style": "qwen3", "num_key_value_heads": 4,
                 "norm_before_residual": True, "norm_output": True,
@@ -316,7 +316,7 @@ CASES |= {
         "config": {
             "loss": {"kl": 1.0, "out_of_vocab": "kept"},
             "drafter": {
-                "kind": "eagle3", "ttt_steps": 1, "layers": 2, "layer_types": MIXED[::-1], "sliding_window": 1,
+                "kind": "eagle3", "ttt_steps": 1, "layers": 2, "layer_types": MIXED[::-1], "sliding_window": 2,
                 "norm_before_fc": True,
             },
         },

@@ -275,7 +275,7 @@ CHANGES = {
     },
     "eagle3_three_layers": {"drafter.sliding_window": 8, "drafter.rope_factor": 2.0, "loss.normalize": "weighted"},
     "eagle3_all_terms": {f"loss.{t}": 0.0 for t in TERMS} | {"drafter.lm_head": "frozen"},
-    "eagle3_one_step": {"drafter.sliding_window": 2, "loss.mask_index": "label"},
+    "eagle3_one_step": {"drafter.sliding_window": 3, "loss.mask_index": "label"},
 }  # fmt: skip
 
 
