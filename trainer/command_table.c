@@ -161,7 +161,7 @@ static const struct command_option plan_options[] = {
     MAY("device-memory", "memory of one GPU, as 96GiB (default: that of the GPU here); "
                          "memory.limit counts when it is "
                          "less"),
-    MAY("gpus", "judge N ranks, an outlook: training uses one GPU (default: 1)"),
+    MAY("gpus", "judge a run on N ranks, by the one that holds most (default: 1)"),
     MAY("fit", "the largest values of keys that fit"),
     MAY("vary", "of which keys, as seq_len,layers (default: seq_len,layers,group_rows)"),
     MAY("json", "everything as one JSON object, every tensor with its bytes"),
