@@ -125,6 +125,19 @@ static void scored_as_in_training(void **state)
     run_must_say(&fixture, "score", words);
     run_must_say(&fixture, "score", "slots whose teacher wants a token that is not in the draft");
     cJSON_Delete(metrics);
+    // Whatever positions are trained on: those that serving reaches.
+    assert_int_equal(run_command(&fixture, "feature", true, "eval", "--checkpoint",
+                                 run_checkpoint(&fixture, "whole", RUN_STEPS), "--set",
+                                 "drafter.draft_vocab=map.safetensors", "--set",
+                                 "loss.mask_index=feature", NULL),
+                     0);
+    run_must_say(&fixture, "feature", words);
+    char *served = program_text(run_path(&fixture, "score.out"));
+    char *loss = strstr(served, "\nloss ");
+    assert_non_null(loss);
+    loss[1 + strcspn(loss + 1, "\n")] = '\0';
+    run_must_say(&fixture, "feature", loss);
+    free(served);
 }
 
 static void two_ranks_are_one(void **state)

@@ -489,8 +489,8 @@ int step_row_anchors(struct step *step, const struct row *row, const int32_t *an
     return train_row(step, row, count);
 }
 
-int step_evaluate(struct step *step, const struct row *row, struct metrics *metrics,
-                  struct walk *walk, walk_block_fn *visit, void *context)
+static int evaluate(struct step *step, const struct row *row, struct metrics *metrics,
+                    struct walk *walk, walk_block_fn *visit, void *context)
 {
     const struct drafter_sizes *sizes = step->setup.sizes;
     int64_t count = anchors_all(row, &step->layout, step->anchors);
@@ -505,4 +505,15 @@ int step_evaluate(struct step *step, const struct row *row, struct metrics *metr
     int64_t drafts = sizes->block_size - (sizes->predict_from_anchor ? 0 : 1);
     walk_row(walk, row, step->anchors, step->accepted, count, drafts, visit, context);
     return 0;
+}
+
+int step_evaluate(struct step *step, const struct row *row, struct metrics *metrics,
+                  struct walk *walk, walk_block_fn *visit, void *context)
+{
+    // Acceptance is about the states that serving reaches, whatever positions are trained on.
+    const int trained = step->layout.mask_index;
+    step->layout.mask_index = MASK_INDEX_SERVED;
+    int result = evaluate(step, row, metrics, walk, visit, context);
+    step->layout.mask_index = trained;
+    return result;
 }
