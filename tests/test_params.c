@@ -295,6 +295,60 @@ static void tensors_are_named_and_shaped_as_in_files(void **state)
     params_release(&params);
 }
 
+// The first layer takes embedding and hidden state side by side.
+static void tensors_of_eagle3(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *name;
+        int64_t rows, columns;
+    } wanted[] = {
+        {"fc.weight", 8, 24},
+        {"input_norm.weight", 24, 1},
+        {"layers.0.input_layernorm.weight", 8, 1},
+        {"layers.0.hidden_norm.weight", 8, 1},
+        {"layers.0.self_attn.q_proj.weight", 18, 16},
+        {"layers.0.self_attn.k_proj.weight", 6, 16},
+        {"layers.0.self_attn.v_proj.weight", 6, 16},
+        {"layers.0.self_attn.o_proj.weight", 8, 18},
+        {"layers.0.post_attention_layernorm.weight", 8, 1},
+        {"layers.0.mlp.gate_proj.weight", 5, 8},
+        {"layers.0.mlp.up_proj.weight", 5, 8},
+        {"layers.0.mlp.down_proj.weight", 8, 5},
+        {"layers.1.input_layernorm.weight", 8, 1},
+        {"layers.1.self_attn.q_proj.weight", 18, 8},
+    };
+    struct config config;
+    struct drafter_sizes sizes;
+    config_init(&config);
+    config.drafter.kind = DRAFTER_EAGLE3;
+    config.drafter.style = STYLE_LLAMA;
+    config.drafter.lm_head = HEAD_TRAINABLE;
+    config.drafter.norm_before_fc = true;
+    config.drafter.layers = 2;
+    config.drafter.num_attention_heads = 3;
+    config.drafter.num_key_value_heads = 1;
+    config.drafter.head_dim = 6;
+    config.drafter.intermediate_size = 5;
+    resolve(&sizes, &config.drafter);
+    config_release(&config);
+    assert_int_equal(sizes.block_size, 7);
+    assert_true(sizes.predict_from_anchor);
+    sizes.draft_vocab = 11;
+    struct params params = {0};
+    drafter_params(&sizes, &params);
+    for (size_t i = 0; i < sizeof(wanted) / sizeof(*wanted); i++) {
+        assert_string_equal(params.items[i].name, wanted[i].name);
+        assert_int_equal(params.items[i].shape[0], wanted[i].rows);
+        assert_int_equal(params.items[i].shape[1], wanted[i].columns);
+    }
+    const struct param *head = &params.items[params.count - 1];
+    assert_string_equal(head->name, "lm_head.weight");
+    assert_int_equal(head->shape[0], 11);
+    assert_false(head->norm);
+    params_release(&params);
+}
+
 static void joined_tensors_touch_and_others_are_aligned(void **state)
 {
     (void)state;
@@ -472,6 +526,7 @@ int main(void)
         cmocka_unit_test(faults_are_refused_by_key),
         cmocka_unit_test(special_mask_can_be_allowed),
         cmocka_unit_test(tensors_are_named_and_shaped_as_in_files),
+        cmocka_unit_test(tensors_of_eagle3),
         cmocka_unit_test(joined_tensors_touch_and_others_are_aligned),
         cmocka_unit_test(initial_values_depend_on_seed_and_name_only),
         cmocka_unit_test(initial_values_have_the_deviation_and_padding_is_zero),

@@ -79,6 +79,29 @@ static void more_anchors_take_no_more_memory(void **state)
     }
 }
 
+// What the shipped EAGLE-3 preset is made for; longer rows add features and context alone.
+static void eagle3_fits(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *sets[2];
+        double most; // GiB
+    } wanted[] = {{{"seq_len=8192", "memory.mode=normal"}, 13.5},
+                  {{"seq_len=8192", "memory.mode=low"}, 10.0},
+                  {{"seq_len=32768", "memory.mode=normal"}, 32.0}};
+    for (size_t i = 0; i < sizeof(wanted) / sizeof(*wanted); i++) {
+        struct preset p;
+        struct plan plan;
+        preset_open(&p, "eagle3-qwen3-8b.yaml", wanted[i].sets, 2);
+        make(&plan, &p);
+        assert_int_equal(plan.sizes.draft_vocab, 32000);
+        assert_int_equal(plan.execution.group_rows % 7, 0);
+        assert_true((double)plan.needed < wanted[i].most * (double)gib);
+        plan_release(&plan);
+        preset_close(&p);
+    }
+}
+
 static void more_ranks_take_less_each(void **state)
 {
     (void)state;
@@ -631,6 +654,7 @@ static int close_folder(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(eagle3_fits),
         cmocka_unit_test(more_anchors_take_no_more_memory),
         cmocka_unit_test(more_ranks_take_less_each),
         cmocka_unit_test(json_adds_up),

@@ -173,7 +173,7 @@ static void sets_are_checked(void **state)
     assert_int_equal(run_train(&fixture, "set", "--set", "every=3", NULL), 2); // not unique
     run_must_say(&fixture, "set", "every");
     assert_int_equal(run_train(&fixture, "set", "--set", "nonsense", NULL), 2);
-    assert_int_equal(run_train(&fixture, "set", "--set", "drafter.kind=eagle3", NULL), 2);
+    assert_int_equal(run_train(&fixture, "set", "--set", "drafter.style=llama", NULL), 2);
     assert_false(files_exists(run_path(&fixture, "set")));
 }
 

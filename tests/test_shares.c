@@ -10,7 +10,7 @@
 
 #include "base/memory.h"
 #include "base/rng.h"
-#include "drafter/dflash.h"
+#include "drafter/drafter.h"
 #include "trainer/ownership.h"
 #include "trainer/row_shares.h"
 
@@ -105,6 +105,50 @@ static void parts_and_stages_fit(void **state)
         assert_int_equal(dflash_gradient_stage(3, param->part), known[i].stage);
     }
     assert_int_equal(dflash_gradient_stages(3), 5);
+    params_release(&params);
+}
+
+// EAGLE-3: stages are the parts backwards, and there is something in each.
+static void parts_and_stages_of_eagle3(void **state)
+{
+    (void)state;
+    const struct drafter_sizes sizes = {.kind = DRAFTER_EAGLE3,
+                                        .layers = 2,
+                                        .features = 3,
+                                        .hidden = 40,
+                                        .heads = 4,
+                                        .kv_heads = 2,
+                                        .head_dim = 6,
+                                        .intermediate = 100,
+                                        .draft_vocab = 50,
+                                        .head_norms = true,
+                                        .trainable_head = true,
+                                        .fc_norm = true};
+    struct params params = {.count = 0};
+    drafter_params(&sizes, &params);
+    const struct {
+        const char *name;
+        int part;
+    } known[] = {{"fc.weight", 0},
+                 {"fc_norm.2.weight", 0},
+                 {"layers.0.input_layernorm.weight", 1},
+                 {"layers.0.hidden_norm.weight", 1},
+                 {"layers.0.self_attn.v_proj.weight", 1},
+                 {"layers.0.self_attn.q_norm.weight", 1},
+                 {"layers.0.self_attn.o_proj.weight", 2},
+                 {"layers.0.mlp.down_proj.weight", 2},
+                 {"layers.1.self_attn.q_proj.weight", 3},
+                 {"layers.1.post_attention_layernorm.weight", 4},
+                 {"norm.weight", 5},
+                 {"lm_head.weight", 5}};
+    assert_int_equal(params.parts, 6);
+    assert_int_equal(drafter_gradient_stages(&sizes), 6);
+    for (size_t i = 0; i < sizeof(known) / sizeof(*known); i++) {
+        const struct param *param = params_find(&params, known[i].name);
+        assert_non_null(param);
+        assert_int_equal(param->part, known[i].part);
+        assert_int_equal(drafter_gradient_stage(&sizes, param->part), 5 - known[i].part);
+    }
     params_release(&params);
 }
 
@@ -213,6 +257,7 @@ int main(void)
         cmocka_unit_test(tensors_have_one_owner),
         cmocka_unit_test(one_rank_owns_everything_in_place),
         cmocka_unit_test(parts_and_stages_fit),
+        cmocka_unit_test(parts_and_stages_of_eagle3),
         cmocka_unit_test(rows_are_spread_by_work),
         cmocka_unit_test(ranks_keep_all_rows),
     };
