@@ -28,6 +28,10 @@ static void add_model(cJSON *root, const struct plan_report *r)
     json_add_int(drafter, "head_dim", s->head_dim);
     json_add_int(drafter, "intermediate_size", s->intermediate);
     json_add_int(drafter, "block_size", s->block_size);
+    if (s->kind == DRAFTER_EAGLE3) {
+        json_add_int(drafter, "ttt_steps", s->ttt_steps);
+        json_add_int(drafter, "draft_vocab", s->draft_vocab);
+    }
     json_add_int(drafter, "parameters", r->plan->params.trainable);
 }
 

@@ -50,9 +50,14 @@ static void print_model(const struct plan_report *r, FILE *out)
     fprintf(out, "          hidden %s, vocabulary %s, %s\n", plan_number(s->hidden, a),
             plan_number(s->vocab, b),
             subject->target->tied ? "the embedding is the head" : "a head of its own");
-    fprintf(out, "drafter   %lld layers, %lld/%lld heads of %lld, MLP %s, blocks of %lld: ",
-            (long long)s->layers, (long long)s->heads, (long long)s->kv_heads,
-            (long long)s->head_dim, plan_number(s->intermediate, a), (long long)s->block_size);
+    fprintf(out, "drafter   %lld layers, %lld/%lld heads of %lld, MLP %s, ", (long long)s->layers,
+            (long long)s->heads, (long long)s->kv_heads, (long long)s->head_dim,
+            plan_number(s->intermediate, a));
+    if (s->kind == DRAFTER_EAGLE3)
+        fprintf(out, "%lld ttt_steps, a %s head of %s tokens: ", (long long)s->ttt_steps,
+                s->trainable_head ? "trained" : "frozen", plan_number(s->draft_vocab, a));
+    else
+        fprintf(out, "blocks of %lld: ", (long long)s->block_size);
     fprintf(out, "%.1f M parameters, computed in %s\n", (double)r->plan->params.trainable * 1e-6,
             r->plan->execution.compute);
     fprintf(out, "rows      %lld a step, %s tokens of %lld planes (%s bytes a token)\n",

@@ -32,10 +32,12 @@ void run_describe_start(const struct run *run)
              100.0 * (double)d->supervised / (double)(d->tokens > 0 ? d->tokens : 1),
              (long long)d->dropped_unsupervised, (long long)d->dropped_bad, (long long)d->cut,
              (long long)run->config.data.seq_len);
-    log_info("drafter: %lld layers, blocks of %lld, %.2f M trainable parameters",
-             (long long)run->session.sizes.layers, (long long)run->session.sizes.block_size,
+    bool eagle3 = run->session.sizes.kind == DRAFTER_EAGLE3;
+    log_info("drafter: %lld layers, %s %lld, %.2f M trainable parameters",
+             (long long)run->session.sizes.layers, eagle3 ? "EAGLE-3, ttt_steps" : "blocks of",
+             (long long)run->session.sizes.block_size,
              (double)run->session.params.trainable * 1e-6);
-    if (run->session.sizes.kind == DRAFTER_EAGLE3)
+    if (eagle3)
         log_info("anchors: every position that a ttt_step is scored at");
     else
         log_info("anchors: at most %lld per %s", (long long)run->config.anchors.max_anchors,
