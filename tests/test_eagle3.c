@@ -20,37 +20,42 @@ struct variant {
     const char *sets[MOST_SETS];
     int64_t draft; // 0: the whole vocabulary
     bool tied, float8;
+    double scale; // of the weights; 0: 1
 };
 
 static const struct variant variants[] = {
-    {"plain", {"drafter.style=llama"}, 0, false, false},
+    {"plain", {"drafter.style=llama"}, 0, false, false, 0.0},
     {"qwen3, normed residual, norm fed back",
      {"drafter.norm_before_residual=true", "drafter.norm_output=true"},
      0,
      true,
-     false},
+     false,
+     0.0},
     {"one norm before fc, two layers",
      {"drafter.layers=2", "drafter.norm_before_fc=true", "drafter.norm_before_residual=true"},
      0,
      false,
-     false},
+     false,
+     0.0},
     {"a norm per feature, three layers, windows",
      {"drafter.style=llama", "drafter.layers=3", "drafter.fc_norm=true", "drafter.norm_output=true",
       "drafter.layer_types=[full_attention,sliding_attention,sliding_attention]",
       "drafter.sliding_window=5"},
      0,
      false,
-     false},
+     false,
+     0.0},
     {"draft vocabulary, trained head",
      {"drafter.lm_head=trainable", "loss.ttt_decay_base=0.7", "loss.out_of_vocab=kept",
       "drafter.norm_output=true"},
      20,
      false,
-     false},
-    {"draft vocabulary, frozen, tied, float8", {"drafter.fc_norm=true"}, 30, true, true},
-    {"noise", {"data.noise_std=0.3", "drafter.num_key_value_heads=1"}, 0, false, false},
-    {"one step of two layers", {"drafter.ttt_steps=1", "drafter.layers=2"}, 0, false, false},
-    {"masks that leave gaps", {"loss.mask_index=label", "drafter.layers=2"}, 0, false, false},
+     false,
+     0.0},
+    {"draft vocabulary, frozen, tied, float8", {"drafter.fc_norm=true"}, 30, true, true, 0.0},
+    {"noise", {"data.noise_std=0.3", "drafter.num_key_value_heads=1"}, 0, false, false, 0.0},
+    {"one step of two layers", {"drafter.ttt_steps=1", "drafter.layers=2"}, 0, false, false, 0.0},
+    {"masks that leave gaps", {"loss.mask_index=label", "drafter.layers=2"}, 0, false, false, 0.0},
 };
 
 static void open_fixture(struct step_fixture *f, const struct variant *v, const char *more)
@@ -64,6 +69,7 @@ static void open_fixture(struct step_fixture *f, const struct variant *v, const 
     if (more != NULL)
         sets[count++] = more;
     struct step_fixture_options options = {.seed = 5,
+                                           .weight_scale = v->scale,
                                            .tied = v->tied,
                                            .float8 = v->float8,
                                            .draft_vocab = v->draft,
@@ -277,6 +283,55 @@ static void nothing_later_is_seen(void **state)
     }
 }
 
+// A step without gradients, which keeps next to nothing, scores like one that trains.
+static void scoring_agrees_with_training(void **state)
+{
+    (void)state;
+    for (size_t v = 0; v < sizeof(variants) / sizeof(*variants); v++) {
+        struct step_fixture f;
+        struct row row;
+        struct step scoring;
+        struct error err = {0};
+        struct metrics metrics[2] = {{.loss = 0.0}, {.loss = 0.0}};
+        struct walk walk = {0};
+        open_fixture(&f, &variants[v], "memory.group_rows=12");
+        open_row(&f, &row);
+        assert_int_equal(step_evaluate(&f.step, &row, &metrics[0], &walk, NULL, NULL), 0);
+        struct step_setup setup = step_fixture_setup(&f);
+        setup.training = false;
+        assert_int_equal(step_open(&scoring, &setup, &err), 0);
+        assert_true(scoring.arena.bytes < f.step.arena.bytes);
+        step_load(&scoring, &f.state);
+        assert_int_equal(step_evaluate(&scoring, &row, &metrics[1], &walk, NULL, NULL), 0);
+        assert_true(metrics[0].loss > 0.0);
+        assert_memory_equal(&metrics[0], &metrics[1], sizeof(metrics[0]));
+        step_close(&scoring);
+        row_close(&row, NULL);
+        step_fixture_release(&f);
+    }
+}
+
+// In bf16 the gradients of every tensor stay near those in fp32, where the steps do not blow up what is
+// rounded.
+static void bf16_is_near(void **state)
+{
+    (void)state;
+    for (size_t v = 0; v < sizeof(variants) / sizeof(*variants); v++) {
+        struct step_fixture f;
+        struct variant calm = variants[v];
+        double want_loss, loss;
+        calm.scale = 0.5;
+        float *want = gradients_with(&calm, NULL, &want_loss);
+        float *got = gradients_with(&calm, "run.compute=bf16", &loss);
+        open_fixture(&f, &calm, NULL);
+        assert_true(fabs(loss - want_loss) <= 0.02 * fabs(want_loss));
+        step_fixture_compare(&f, got, want, 0.05, variants[v].name);
+        free(got);
+        free(want);
+        step_fixture_release(&f);
+    }
+}
+
 // A window that holds everything is none; a smaller one is something else.
 static void a_wide_window_is_none(void **state)
 {
@@ -329,6 +384,8 @@ int main(void)
         cmocka_unit_test(cuts_change_nothing),
         cmocka_unit_test(packed_documents_equal_each_alone),
         cmocka_unit_test(nothing_later_is_seen),
+        cmocka_unit_test(scoring_agrees_with_training),
+        cmocka_unit_test(bf16_is_near),
         cmocka_unit_test(a_wide_window_is_none),
         cmocka_unit_test(what_is_outside_is_counted),
     };

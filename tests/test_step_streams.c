@@ -84,11 +84,12 @@ static struct result run(const struct step_fixture *f, const struct backend *bac
     return result;
 }
 
-static void compare(const char *const *sets, size_t count)
+static void compare(const char *const *sets, size_t count, int64_t draft_vocab)
 {
     struct step_fixture f;
-    step_fixture_init(&f,
-                      &(struct step_fixture_options){.seed = 11, .sets = sets, .set_count = count});
+    step_fixture_init(
+        &f, &(struct step_fixture_options){
+                .seed = 11, .draft_vocab = draft_vocab, .sets = sets, .set_count = count});
     struct result want = run(&f, backend_cpu(), false);
     for (int early = 0; early < 2; early++)
         for (int staged = 0; staged < 2; staged++) {
@@ -114,14 +115,14 @@ static void steps_do_not_depend_on_when_work_runs(void **state)
 {
     (void)state;
     static const char *const sets[] = {CUT, "memory.recompute=none"};
-    compare(sets, COUNT(sets));
+    compare(sets, COUNT(sets), 0);
 }
 
 static void nor_with_features_read_in_place(void **state)
 {
     (void)state;
     static const char *const sets[] = {CUT, "run.compute=bf16", "memory.recompute=cheap"};
-    compare(sets, COUNT(sets));
+    compare(sets, COUNT(sets), 0);
 }
 
 static void nor_with_noise_and_weights_of_whole_blocks(void **state)
@@ -129,7 +130,22 @@ static void nor_with_noise_and_weights_of_whole_blocks(void **state)
     (void)state;
     static const char *const sets[] = {CUT, "memory.recompute=layer", "data.noise_std=0.1",
                                        "loss.slot_weight=dpace"};
-    compare(sets, COUNT(sets));
+    compare(sets, COUNT(sets), 0);
+}
+
+static void nor_of_eagle3(void **state)
+{
+    (void)state;
+    static const char *const sets[] = {"memory.group_rows=28", "memory.chunk_rows=24",
+                                       "drafter.kind=eagle3",  "drafter.ttt_steps=4",
+                                       "drafter.fc_norm=true", "memory.recompute=layer",
+                                       "data.noise_std=0.1",   "drafter.lm_head=trainable"};
+    static const char *const in_bf16[] = {
+        "memory.group_rows=28",     "memory.chunk_rows=24",  "drafter.kind=eagle3",
+        "drafter.layers=1",         "run.compute=bf16",      "drafter.norm_before_residual=true",
+        "drafter.norm_output=true", "memory.recompute=cheap"};
+    compare(sets, COUNT(sets), 20);
+    compare(in_bf16, COUNT(in_bf16), 0);
 }
 
 int main(void)
@@ -138,6 +154,7 @@ int main(void)
         cmocka_unit_test(steps_do_not_depend_on_when_work_runs),
         cmocka_unit_test(nor_with_features_read_in_place),
         cmocka_unit_test(nor_with_noise_and_weights_of_whole_blocks),
+        cmocka_unit_test(nor_of_eagle3),
     };
     return cmocka_run_group_tests_name("step_streams", tests, NULL, NULL);
 }
