@@ -97,6 +97,7 @@ static void write_lines(const char *folder)
     struct error err = {""};
     step.term_weights = weights;
     step.ranks = 2;
+    step.ttt = step.draft_vocab = validation.ttt = validation.draft_vocab = true;
     step.spool = true;
     step.peak_flops = 1e15;
     if (run_folder_open(&run, folder, &err) != 0 ||

@@ -27,8 +27,8 @@ except ImportError:
 DTRAIN = os.environ.get("DTRAIN")
 GROUPS = {"tokens_per_second": "speed", "block_rows_per_second": "speed", "wait_share": "speed", "mfu": "speed",
           "read_gb_per_second": "speed", "memory_bytes": "speed", "seconds": "time"}
-TRAIN = re.compile(r"loss(_(?!seconds)\w+)?|accept_len|eal_marginal|overlap|lr|grad_norm|clip_factor")
-VAL = re.compile(r"accept_len(_walk(_\d+)?)?|loss|eal_marginal|overlap")
+TRAIN = re.compile(r"loss(_(?!seconds)\w+)?|accept_len|eal_marginal|overlap|outside_share|lr|grad_norm|clip_factor")
+VAL = re.compile(r"accept_len(_walk(_\d+)?)?|loss|eal_marginal|overlap|outside_share")
 
 
 def single(value):
@@ -43,6 +43,8 @@ def scalars_of(line):
         short = name[4:] if scored else name
         if short == "acc":
             found.update({f"{'val_' * scored}acc/slot_{k:02}": v for k, v in enumerate(value) if v is not None})
+        elif short == "acc_given":
+            found.update({f"{'val_' * scored}acc/given_{k:02}": v for k, v in enumerate(value) if v is not None})
         elif scored and VAL.fullmatch(short):
             found[f"val/{short}"] = value
         elif not scored and TRAIN.fullmatch(short):
