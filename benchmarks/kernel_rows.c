@@ -107,6 +107,8 @@ CALL(convert, convert)
 CALL(muon_momentum, muon_momentum)
 CALL(muon_normalise, muon_normalise)
 CALL(muon_update, muon_update)
+CALL(average, average)
+CALL(exchange, exchange)
 #undef CALL
 
 // A product y[m, n] of n weights: forward x W^T; dgrad dy W; wgrad dW += dy^T x in fp32.
@@ -606,6 +608,24 @@ static void bind_muon_update(struct bench *bench, const struct sizes *s, struct 
     job->call = call_muon_update;
 }
 
+static void bind_average(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    struct average *op = &job->op.average;
+    *op = (struct average){.count = s->parameters, .share = 0.001};
+    op->average = take_changed(bench, DTYPE_F32, op->count);
+    op->x = bench_take_in(bench, DTYPE_F32, op->count);
+    job->call = call_average;
+}
+
+static void bind_exchange(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    struct exchange *op = &job->op.exchange;
+    *op = (struct exchange){.count = s->parameters};
+    op->a = take_changed(bench, DTYPE_F32, op->count);
+    op->b = take_changed(bench, DTYPE_F32, op->count);
+    job->call = call_exchange;
+}
+
 void bench_bind_call(struct bench *bench, struct job *job)
 {
     job->op.convert = (struct convert){.count = 8,
@@ -648,5 +668,7 @@ const struct row bench_rows[] = {
     {"muon_momentum", "all", bind_muon_momentum},
     {"muon_normalise", "all", bind_muon_normalise},
     {"muon_update", "all", bind_muon_update},
+    {"average", "all", bind_average},
+    {"exchange", "all", bind_exchange},
 };
 const int bench_row_count = sizeof(bench_rows) / sizeof(bench_rows[0]);

@@ -70,6 +70,8 @@ struct job {
         struct muon_momentum muon_momentum;
         struct muon_normalise muon_normalise;
         struct muon_update muon_update;
+        struct average average;
+        struct exchange exchange;
     } op;
     int32_t planes[8];
     const struct kernel_case *kernel_case; // instead of op

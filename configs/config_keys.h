@@ -139,6 +139,7 @@
     REAL(eps, 1e-8, 0.0, 1.0, KEEP, "added to the root of the second moment") \
     REAL(weight_decay, 0.0, 0.0, 10.0, KEEP, "decoupled decay of matrices; norms never decay") \
     REAL(grad_clip, 1.0, 0.0, 1e9, KEEP, "largest global gradient norm; 0: no clipping") \
+    REAL(ema, 0.0, 0.0, 0.999999, KEEP, "decay of a moving average of the weights, which validation, eval and exports then use, as 0.999; 0: none") \
     REAL(muon_lr, NAN, 0.0, 10.0, KEEP, "muon: peak learning rate of the matrices that Muon takes; default: lr") \
     REAL(muon_momentum, 0.95, 0.0, 0.999999, KEEP, "muon: decay of the momentum, which looks ahead (Nesterov)") \
     INT(muon_ns_steps, 5, 1, 20, KEEP, "muon: Newton-Schulz iterations") \

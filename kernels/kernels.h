@@ -5,6 +5,7 @@
 
 #include "kernels/attention.h"
 #include "kernels/attention_diagonal.h"
+#include "kernels/average.h"
 #include "kernels/backend.h"
 #include "kernels/gemm.h"
 #include "kernels/muon.h"
@@ -45,6 +46,8 @@ extern "C" {
     X(muon_momentum)                                                                               \
     X(muon_normalise)                                                                              \
     X(muon_update)                                                                                 \
+    X(average)                                                                                     \
+    X(exchange)                                                                                    \
     X(convert)
 
 struct kernels {

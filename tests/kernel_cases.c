@@ -658,6 +658,14 @@ const struct kernel_case kernel_cases[] = {
     {"muon_update", {331777}, DTYPE_BF16, CASE_TO_F32, 8823, ADAM},
     {"muon_update", {4103}, DTYPE_BF16, CASE_UNALIGNED, 8824, ADAM},
     {"muon_update", {4103}, DTYPE_F32, 0, 8825, ADAM},
+    {"average", {1}, DTYPE_F32, 0, 8830, ADAM},
+    {"average", {513}, DTYPE_F32, 0, 8831, ADAM},
+    {"average", {331777}, DTYPE_F32, 0, 8832, ADAM},
+    {"average", {4103}, DTYPE_F32, CASE_UNALIGNED, 8833, ADAM},
+    {"exchange", {1}, DTYPE_F32, 0, 8840, EXACT},
+    {"exchange", {513}, DTYPE_F32, 0, 8841, EXACT},
+    {"exchange", {331777}, DTYPE_F32, 0, 8842, EXACT},
+    {"exchange", {4103}, DTYPE_F32, CASE_UNALIGNED, 8843, EXACT},
 };
 const int kernel_case_count = sizeof(kernel_cases) / sizeof(kernel_cases[0]);
 

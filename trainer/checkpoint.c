@@ -20,7 +20,7 @@
 #include "trainer/json_text.h"
 #include "version.h"
 
-const char *const checkpoint_arrays[STATE_ARRAYS] = {"master", "adam_m", "adam_v"};
+const char *const checkpoint_arrays[STATE_ARRAYS] = {"master", "adam_m", "adam_v", "ema"};
 // state.json holds all files' sizes, so it is written after them.
 const char *const checkpoint_others[OTHER_FILES] = {
     "model.safetensors", "config.json", "config.yaml", "execution.json", "provenance.json"};
@@ -95,12 +95,18 @@ static int write_fp32(const char *path, const struct model_state *state, enum st
     return result;
 }
 
+// The masters that servers' weights are made of, or their average.
+static const float *served_values(const struct model_state *state)
+{
+    return state->ema != NULL ? state->ema : state->master;
+}
+
 static int write_servable(struct part *part)
 {
     const struct model_state *state = part->state;
     const struct export_drafter drafter = {
         .params = state->layout.params,
-        .weights = {state->served == NULL ? state->master : NULL, state->served},
+        .weights = {state->served == NULL ? served_values(state) : NULL, state->served},
         .sizes = part->info->sizes,
         .target = part->info->target,
         .map = part->info->map};
@@ -111,7 +117,7 @@ static void *write_part(void *argument)
 {
     struct part *part = argument;
     const struct model_state *state = part->state;
-    const float *const arrays[STATE_ARRAYS] = {state->master, state->m, state->v};
+    const float *const arrays[STATE_ARRAYS] = {state->master, state->m, state->v, state->ema};
     if (part->info != NULL) {
         part->result = write_servable(part);
         return NULL;
@@ -127,10 +133,12 @@ static void *write_part(void *argument)
 int checkpoint_write_part(const char *begun, const struct model_state *state,
                           const struct checkpoint_info *info, struct error *err)
 {
-    struct part parts[] = {{.info = info}, {.array = 0}, {.array = 1}, {.array = 2}};
-    enum { PARTS = sizeof(parts) / sizeof(*parts) };
-    int first = state_rank(state) == 0 ? 0 : 1; // rank 0 writes what servers read
-    for (int i = first; i < PARTS; i++) {
+    struct part parts[1 + STATE_ARRAYS] = {{.info = info}};
+    int count = state_rank(state) == 0 ? 1 : 0; // rank 0 writes what servers read
+    for (enum state_array array = 0; array < STATE_ARRAYS; array++)
+        if (state_exists(&state->layout, array))
+            parts[count++] = (struct part){.array = array};
+    for (int i = 0; i < count; i++) {
         parts[i].directory = begun;
         parts[i].state = state;
         parts[i].started = pthread_create(&parts[i].thread, NULL, write_part, &parts[i]) == 0;
@@ -138,7 +146,7 @@ int checkpoint_write_part(const char *begun, const struct model_state *state,
             write_part(&parts[i]);
     }
     int result = 0;
-    for (int i = first; i < PARTS; i++) {
+    for (int i = 0; i < count; i++) {
         if (parts[i].started)
             pthread_join(parts[i].thread, NULL);
         if (parts[i].result != 0)
@@ -209,11 +217,12 @@ static void add_size(cJSON *files, const char *directory, const char *file)
     free(path);
 }
 
-static void add_sizes(cJSON *object, const char *directory, int ranks)
+static void add_sizes(cJSON *object, const char *directory, const struct state_layout *layout,
+                      int ranks)
 {
     cJSON *files = cJSON_AddObjectToObject(object, "files");
-    for (int array = 0; array < STATE_ARRAYS; array++)
-        for (int rank = 0; rank < ranks; rank++) {
+    for (enum state_array array = 0; array < STATE_ARRAYS; array++)
+        for (int rank = 0; rank < ranks && state_exists(layout, array); rank++) {
             char *file = checkpoint_array_file(array, rank, ranks);
             add_size(files, directory, file);
             free(file);
@@ -238,7 +247,7 @@ static int write_state(const char *directory, const struct model_state *state,
     cJSON_AddStringToObject(object, "data_fingerprint", fingerprint);
     if (ranks > 1)
         json_add_int(object, "parts", ranks);
-    add_sizes(object, directory, ranks);
+    add_sizes(object, directory, &state->layout, ranks);
     char *path = memory_format("%s/state.json", directory);
     int result = json_write_file(object, path, err);
     free(path);

@@ -1,5 +1,5 @@
 // Checkpoints: RUN/checkpoints/step-00001200/ with master.safetensors, adam_m.safetensors,
-// adam_v.safetensors (fp32, whole tensors by name), state.json (counters, data fingerprint, loss of the
+// adam_v.safetensors, of runs with optimizer.ema ema.safetensors (fp32, whole tensors by name), state.json (counters, data fingerprint, loss of the
 // clock), config.yaml, execution.json, provenance.json, model.safetensors + config.json (servable,
 // z-lab layout; EAGLE-3: SpecForge's), and an empty DONE, written last. Of several ranks each writes the tensors it owns into files
 // of its own, master-00001-of-00002.safetensors and so on; all else is rank 0's. Any number of ranks reads it.
@@ -41,6 +41,12 @@ void checkpoint_discard(const char *begun);
 // checked; errors name the file and the tensor. fingerprint may be NULL.
 int checkpoint_read(const char *path, struct model_state *state, uint64_t *fingerprint,
                     struct error *err);
+
+// Whether it holds a moving average of the weights.
+bool checkpoint_has_average(const char *path);
+// Reads the masters, or their average, into state->master; all else of the state stays as it is.
+int checkpoint_read_weights(const char *path, struct model_state *state, bool average,
+                            struct error *err);
 
 // Every fault of a checkpoint directory: files that are missing or of another size than was written, no
 // DONE; a line each.

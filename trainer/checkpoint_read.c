@@ -72,11 +72,20 @@ static int read_parts(const struct json_file *state, int *parts, struct error *e
     return 0;
 }
 
+// Whether the checkpoint lists files of the array: of an average, only those of runs that have one.
+static bool has_array(const cJSON *sizes, int array, int parts)
+{
+    char *first = checkpoint_array_file(array, 0, parts);
+    bool listed = cJSON_HasObjectItem(sizes, first);
+    free(first);
+    return listed || array != STATE_EMA;
+}
+
 static int check_files(const char *path, const cJSON *sizes, int parts, struct error *err)
 {
     int result = 0;
     for (int array = 0; array < STATE_ARRAYS; array++)
-        for (int part = 0; part < parts; part++) {
+        for (int part = 0; part < parts && has_array(sizes, array, parts); part++) {
             char *file = checkpoint_array_file(array, part, parts);
             result |= check_file(path, file, sizes, err);
             free(file);
@@ -187,6 +196,8 @@ static int copy_tensors(const struct array_files *array, const struct model_stat
 {
     const struct state_layout *layout = &state->layout;
     const struct params *params = layout->params;
+    if (which == STATE_EMA) // lies as the masters do
+        which = STATE_MASTER;
     for (size_t i = 0; i < params->count; i++) {
         const struct param *param = &params->items[i];
         if (!state_has(layout, which, i))
@@ -200,22 +211,50 @@ static int copy_tensors(const struct array_files *array, const struct model_stat
     return check_names(array, params, err);
 }
 
+static int read_array(const char *path, const struct model_state *state, enum state_array which,
+                      int parts, float *values, struct error *err)
+{
+    struct array_files array;
+    int result = open_files(&array, path, which, parts, err);
+    if (result == 0)
+        result = copy_tensors(&array, state, which, values, err);
+    close_files(&array);
+    return result;
+}
+
 int checkpoint_read(const char *path, struct model_state *state, uint64_t *fingerprint,
                     struct error *err)
 {
-    float *const arrays[STATE_ARRAYS] = {state->master, state->m, state->v};
+    float *const arrays[STATE_ARRAYS] = {state->master, state->m, state->v, state->ema};
     int parts = 1, result = 0;
     if (checkpoint_check(path, err) != 0 ||
         read_counters(path, &state->counters, fingerprint, &parts, err) != 0)
         return -1;
-    for (int which = 0; which < STATE_ARRAYS && result == 0; which++) {
-        struct array_files array;
-        if (arrays[which] == NULL)
-            continue;
-        result = open_files(&array, path, which, parts, err);
-        if (result == 0)
-            result = copy_tensors(&array, state, which, arrays[which], err);
-        close_files(&array);
-    }
+    for (enum state_array which = 0; which < STATE_ARRAYS && result == 0; which++)
+        if (arrays[which] != NULL)
+            result = read_array(path, state, which, parts, arrays[which], err);
     return result;
+}
+
+bool checkpoint_has_average(const char *path)
+{
+    struct json_file state;
+    struct error err = {""};
+    int parts = 1;
+    if (open_state(&state, path, &err) != 0)
+        return false;
+    bool has = read_parts(&state, &parts, &err) == 0 &&
+               has_array(cJSON_GetObjectItemCaseSensitive(state.root, "files"), STATE_EMA, parts);
+    json_close(&state);
+    return has;
+}
+
+int checkpoint_read_weights(const char *path, struct model_state *state, bool average,
+                            struct error *err)
+{
+    int parts = 1;
+    if (checkpoint_check(path, err) != 0 ||
+        read_counters(path, &state->counters, NULL, &parts, err) != 0)
+        return -1;
+    return read_array(path, state, average ? STATE_EMA : STATE_MASTER, parts, state->master, err);
 }

@@ -95,6 +95,10 @@ const struct option_row option_rows[] = {
      .value = "auto|none|DIR",
      .completes = VALUE_FOLDER,
      .choices = "auto\0none\0"},
+    {.name = "raw",
+     .kind = OPTION_FLAG,
+     .value_at = FIELD(raw),
+     .help = "the weights themselves, where the checkpoint has a moving average of them"},
     {.name = "rows", .kind = OPTION_COUNT, .value_at = FIELD(rows), .value = "N"},
     {.name = "served", .kind = OPTION_FLAG, .value_at = FIELD(served)},
     {.name = "set",
@@ -143,6 +147,7 @@ static const struct command_option eval_options[] = {
     NEED("config", NULL),
     NEED("checkpoint", NULL),
     MAY("set", NULL),
+    MAY("raw", NULL),
     MAY("served", "weights rounded to bf16, as exports hold them"),
     MAY("rows", "packed rows to score (default: all)"),
     MAY("blocks", "one JSON line a visited block: doc_id, anchor, accepted"),
@@ -192,6 +197,7 @@ static const struct command_option export_options[] = {
                    "same layout, and of EAGLE-3 what SGLang reads; `speculators`: read by vLLM and "
                    "speculators, holds the target's embedding and head"),
     {.name = "out", .required = true, .value = "DIR", .help = "the folder to write"},
+    MAY("raw", NULL),
     MAY("target", "where the target is now (speculators; default: the run's target.path)"),
     MAY("allow-unservable", "write it although servers do not run it as trained; with NAMES, "
                             "separated by commas, only as "

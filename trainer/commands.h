@@ -24,6 +24,7 @@ struct options {
     const char *target;           // data check, export: target directory
     long long rows;               // eval: rows to score; 0: all
     bool served;                  // eval: weights rounded to bf16, as exports hold them
+    bool raw;                     // eval, export: not the moving average of the weights
     bool no_verdicts;
     bool markdown;
     const char *target_config, *device_memory, *gpus, *tflops, *vary; // plan

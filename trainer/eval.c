@@ -67,7 +67,10 @@ static int load_weights(const struct session *session, const struct options *opt
     struct model_state state;
     struct step_setup setup = session_step_setup(session, false);
     model_state_open_weights(&state, &session->params);
-    int status = checkpoint_read(options->checkpoint, &state, NULL, err);
+    bool average = !options->raw && checkpoint_has_average(options->checkpoint);
+    int status = checkpoint_read_weights(options->checkpoint, &state, average, err);
+    if (status == 0 && average)
+        printf("weights              moving average (--raw: those that it is of)\n");
     if (status == 0 && options->served)
         round_to_bf16(state.master, session->params.elements);
     if (status == 0)

@@ -23,6 +23,15 @@ static char *second_name(const char *name)
     return memory_format("%.*s.hidden_norm.weight", (int)(n - (sizeof(norm) - 1)), name);
 }
 
+void export_served_names(const char *name, char *names[EXPORT_NAMES])
+{
+    names[0] = memory_strdup(name);
+    if (strncmp(name, first_layer, strlen(first_layer)) == 0)
+        names[1] = memory_format("%s%s", mid_layer, name + strlen(first_layer));
+    else
+        names[1] = second_name(name);
+}
+
 static bool is_second_name(const char *name)
 {
     return strncmp(name, "layers.", 7) == 0 &&

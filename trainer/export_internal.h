@@ -35,4 +35,8 @@ int export_eagle3_speculators_fill(struct safetensors_writer *writer, const void
                                    struct error *err);
 void export_add_eagle3_speculator(cJSON *object, const struct drafter_sizes *sizes);
 
+// The names that a parameter may have in a checkpoint's servable file; NULL: no other. The caller frees them.
+enum { EXPORT_NAMES = 2 };
+void export_served_names(const char *name, char *names[EXPORT_NAMES]);
+
 #endif

@@ -14,6 +14,8 @@ void model_state_open(struct model_state *state, const struct params *params)
 
 static float *take(const struct state_layout *layout, enum state_array array)
 {
+    if (!state_exists(layout, array))
+        return NULL;
     return memory_alloc((size_t)state_elements(layout, array), sizeof(float));
 }
 
@@ -31,6 +33,7 @@ void model_state_open_as(struct model_state *state, const struct state_layout *l
     state->master = take(layout, STATE_MASTER);
     state->m = take(layout, STATE_M);
     state->v = take(layout, STATE_V);
+    state->ema = take(layout, STATE_EMA);
 }
 
 // Whole pages of an array, in slices: others that want address space do not wait long.
@@ -54,6 +57,8 @@ void model_state_populate(const struct model_state *state, bool (*stop)(void *co
     populate(state->master, state_bytes(layout, STATE_MASTER), stop, context);
     populate(state->m, state_bytes(layout, STATE_M), stop, context);
     populate(state->v, state_bytes(layout, STATE_V), stop, context);
+    if (state->ema != NULL)
+        populate(state->ema, state_bytes(layout, STATE_EMA), stop, context);
     if (state->served != NULL)
         populate(state->served, (size_t)layout->params->elements * sizeof(*state->served), stop,
                  context);
@@ -64,6 +69,7 @@ void model_state_close(struct model_state *state)
     free(state->master);
     free(state->m);
     free(state->v);
+    free(state->ema);
     free(state->served);
     *state = (struct model_state){0};
 }

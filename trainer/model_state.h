@@ -25,14 +25,15 @@ struct counters {
 // Host memory: a snapshot for writing, or what was read.
 struct model_state {
     struct state_layout layout; // whose tensors these are, and where
-    float *master, *m, *v;      // [state_elements of each]; m and v NULL: weights alone
+    float *master, *m, *v,
+        *ema; // [state_elements of each]; NULL: not there; master alone: just weights
     // [params->elements] all weights as servers read them, on rank 0 of several, which owns only some of the
     // masters; else NULL
     bf16 *served;
     struct counters counters;
 };
 
-// All tensors in all arrays [params->elements].
+// All tensors, AdamW's arrays [params->elements].
 void model_state_open(struct model_state *state, const struct params *params);
 void model_state_open_weights(struct model_state *state, const struct params *params);
 // served: room for all weights as servers read them.

@@ -117,7 +117,9 @@ static void count_update(struct plan_work *w, const struct plan *plan)
         bool muon = update_is_muon(&plan->optimizer, p);
         if (muon)
             w->update += muon_flops(&plan->optimizer, p->shape[0], p->shape[1]);
-        w->optimizer_bytes += (double)p->count * ((muon ? 36.0 + 2.0 * type : 32.0) + copy);
+        double average = plan->optimizer.ema > 0.0 ? 12.0 : 0.0;
+        w->optimizer_bytes +=
+            (double)p->count * ((muon ? 36.0 + 2.0 * type : 32.0) + copy + average);
     }
 }
 
@@ -189,11 +191,12 @@ double plan_token_bytes(const struct plan_subject *subject)
 
 double plan_checkpoint_bytes(const struct plan *plan)
 {
-    // Master and moments in fp32, and the servable weights in bf16.
+    // Master, moments and average in fp32, and the servable weights in bf16.
     double bytes = 0.0;
     for (size_t i = 0; i < plan->params.count; i++) {
         const struct param *p = &plan->params.items[i];
         double arrays = update_is_muon(&plan->optimizer, p) ? 2.0 : 3.0;
+        arrays += plan->optimizer.ema > 0.0 ? 1.0 : 0.0;
         bytes += (double)p->count * (arrays * sizeof(float) + sizeof(bf16));
     }
     return bytes;

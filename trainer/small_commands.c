@@ -36,7 +36,7 @@ int command_export(const struct options *options)
                                            .format = (enum export_format)format,
                                            .target = options->target,
                                            .allow = options->allow_unservable};
-    if (export_command(&request, &err) == 0)
+    if ((options->raw ? export_raw_command : export_command)(&request, &err) == 0)
         return EXIT_DONE;
     log_error("%s", err.text);
     return EXIT_FAILED;

@@ -4,8 +4,15 @@
 #include "base/log.h"
 #include "trainer/update_rule.h"
 
+bool state_exists(const struct state_layout *layout, enum state_array array)
+{
+    return array != STATE_EMA || (layout->optimizer != NULL && layout->optimizer->ema > 0.0);
+}
+
 static bool in_array(const struct state_layout *layout, enum state_array array, size_t param)
 {
+    if (!state_exists(layout, array))
+        return false;
     return array != STATE_V || layout->optimizer == NULL ||
            !update_is_muon(layout->optimizer, &layout->params->items[param]);
 }
@@ -56,6 +63,8 @@ int64_t state_offset(const struct state_layout *layout, enum state_array array, 
 static int64_t elements_of(const struct state_layout *layout, enum state_array array, int rank)
 {
     int64_t elements = layout->params->elements;
+    if (!state_exists(layout, array))
+        return 0;
     if (has_gaps(layout, array))
         elements = moved_together(layout, array, rank, layout->params->count);
     else if (ownership_shared(layout->ownership))

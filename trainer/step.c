@@ -73,6 +73,8 @@ static void plan_state(struct step *step, struct arena *arena)
     if (s->training) {
         step->m = take_state(step, arena, STATE_M, "adam_m");
         step->v = take_state(step, arena, STATE_V, "adam_v");
+        if (state_exists(&step->state, STATE_EMA))
+            step->ema = take_state(step, arena, STATE_EMA, "ema");
         step->grads = arena_take(arena, "gradients", "grads", DTYPE_F32, elements, 1, 1);
         step->squares =
             arena_take(arena, "gradients", "squares", DTYPE_F64, (int64_t)s->params->count, 1, 1);

@@ -57,7 +57,7 @@ struct step {
     float *grads;  // [params->elements]
     float *norms;  // [params->norm_elements] for several ranks that compute in bf16; else NULL
     struct state_layout state;
-    float *master, *m, *v;             // [state_elements of each]
+    float *master, *m, *v, *ema;       // [state_elements of each]; ema NULL: none
     struct muon muon;                  // where the config says so
     void *embed, *head;                // frozen, compute dtype
     int32_t *vocab_ids;                // [V] target id of a row of head; NULL: row i is token i
@@ -133,6 +133,10 @@ struct step_outcome {
 // Sums over all ranks, normalises, clips, updates; returns while the update is still queued, so that its
 // time counts for the next step. applied_step counts updates from 1 (AdamW's bias correction).
 void step_apply(struct step *step, double lr, int64_t applied_step, struct step_outcome *outcome);
+
+// Masters and their moving average change places, and with them the weights that are read: to score with the
+// average, and once more, to go on training bitwise as before. Every rank calls it. Nothing without an average.
+void step_exchange_average(struct step *step);
 
 // Where a tensor's weights are read, and in which type; the same on every rank.
 void *step_weights_of(const struct step *step, size_t param, enum dtype *type);

@@ -116,6 +116,8 @@ void step_load(struct step *step, const struct model_state *state)
         load_array(step, STATE_M, step->m, state, state->m);
         load_array(step, STATE_V, step->v, state, state->v);
     }
+    if (step->ema != NULL)
+        load_array(step, STATE_EMA, step->ema, state, state->ema);
     make_weights(step);
 }
 
@@ -181,6 +183,20 @@ void step_initialize(struct step *step, const struct release *release)
     } else {
         transfer_in(&step->transfer, step->master, bytes, initial_values, &initial);
     }
+    if (step->ema != NULL)
+        backend->copy(step->stream, step->ema, step->master, bytes);
+    make_weights(step);
+}
+
+void step_exchange_average(struct step *step)
+{
+    if (step->ema == NULL)
+        return;
+    step_exchange_settle(step);
+    step->setup.backend->kernels->exchange(
+        step->stream, &(struct exchange){.count = state_elements(&step->state, STATE_MASTER),
+                                         .a = step->master,
+                                         .b = step->ema});
     make_weights(step);
 }
 
@@ -220,6 +236,13 @@ void step_save(struct step *step, struct model_state *state)
     save_array(step, STATE_MASTER, step->master, state, state->master);
     save_array(step, STATE_M, step->m, state, state->m);
     save_array(step, STATE_V, step->v, state, state->v);
+    if (step->ema != NULL)
+        save_array(step, STATE_EMA, step->ema, state, state->ema);
+    // What servers read is the average where there is one; alone, a rank makes it of its own.
+    if (step->exchange.shared)
+        step_exchange_average(step);
     if (state->served != NULL)
         save_served(step, state->served);
+    if (step->exchange.shared)
+        step_exchange_average(step);
 }

@@ -104,6 +104,19 @@ static void update_by_muon(struct step *step, const struct update *update, size_
                               .grad_scale = update->grad_scale});
 }
 
+static void update_average(struct step *step, const struct update *update, size_t i)
+{
+    const struct step_setup *s = &step->setup;
+    double keep = update_average_decay(&s->config->optimizer, update->applied_step);
+    s->backend->kernels->average(
+        step->stream, &(struct average){
+                          .count = s->params->items[i].count,
+                          .average = step->ema + state_offset(&step->state, STATE_EMA, i),
+                          .x = step->master + state_offset(&step->state, STATE_MASTER, i),
+                          .share = 1.0 - keep,
+                      });
+}
+
 static void update_tensor(struct step *step, const struct update *update, size_t i)
 {
     const struct step_setup *s = &step->setup;
@@ -111,6 +124,8 @@ static void update_tensor(struct step *step, const struct update *update, size_t
         update_by_muon(step, update, i);
     else
         update_by_adamw(step, update, i);
+    if (step->ema != NULL)
+        update_average(step, update, i);
 }
 
 // Part after part, in the order in which the next forward pass reads them: a part travels while the next

@@ -15,7 +15,9 @@ static int validate(struct run *run, bool *best, struct error *err)
     struct walk walk = {0};
     struct counters *c = &run->counters;
     double start = timer_now();
+    step_exchange_average(&run->step);
     int status = validation_run(run->validation, &run->step, &metrics, &walk, NULL, NULL, err);
+    step_exchange_average(&run->step);
     if (status != 0)
         return status;
     double accept_len = walk_accept_len(&walk);

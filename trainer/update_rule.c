@@ -22,6 +22,12 @@ double update_lr_share(const struct optimizer_config *optimizer, const struct pa
     return own && optimizer->lr > 0.0 ? optimizer->muon_lr / optimizer->lr : 1.0;
 }
 
+double update_average_decay(const struct optimizer_config *optimizer, int64_t applied)
+{
+    double t = (double)applied;
+    return fmin(optimizer->ema, (1.0 + t) / (10.0 + t));
+}
+
 double update_weight_decay(const struct optimizer_config *optimizer, const struct param *param)
 {
     if (param->norm)

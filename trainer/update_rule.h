@@ -10,6 +10,8 @@
 bool update_is_muon(const struct optimizer_config *optimizer, const struct param *param);
 // What the schedule's learning rate is multiplied by.
 double update_lr_share(const struct optimizer_config *optimizer, const struct param *param);
+// Of the moving average after update `applied`, from 1: less at first, so that the initial weights fade.
+double update_average_decay(const struct optimizer_config *optimizer, int64_t applied);
 double update_weight_decay(const struct optimizer_config *optimizer, const struct param *param);
 
 #endif

@@ -731,6 +731,8 @@ static const struct kernel_op ops[] = {
     {"muon_momentum", muon_momentum_build, muon_momentum_expect, muon_momentum_call, no_flops},
     {"muon_normalise", muon_normalise_build, muon_normalise_expect, muon_normalise_call, no_flops},
     {"muon_update", muon_update_build, muon_update_expect, muon_update_call, no_flops},
+    {"average", average_build, average_expect, average_call, no_flops},
+    {"exchange", exchange_build, exchange_expect, exchange_call, no_flops},
 };
 
 const struct kernel_op *kernel_op_find(const char *name)

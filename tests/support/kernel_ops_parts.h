@@ -43,5 +43,11 @@ void muon_normalise_call(const struct kernel_case *c, struct kernel_run *run);
 void muon_update_build(const struct kernel_case *c, struct kernel_run *run);
 void muon_update_expect(const struct kernel_case *c, struct kernel_run *run);
 void muon_update_call(const struct kernel_case *c, struct kernel_run *run);
+void average_build(const struct kernel_case *c, struct kernel_run *run);
+void average_expect(const struct kernel_case *c, struct kernel_run *run);
+void average_call(const struct kernel_case *c, struct kernel_run *run);
+void exchange_build(const struct kernel_case *c, struct kernel_run *run);
+void exchange_expect(const struct kernel_case *c, struct kernel_run *run);
+void exchange_call(const struct kernel_case *c, struct kernel_run *run);
 
 #endif

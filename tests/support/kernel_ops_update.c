@@ -1,4 +1,4 @@
-// Owns the parts of the cases of Muon's elementwise ops.
+// Owns the parts of the cases of Muon's elementwise ops and of the moving average.
 #include "tests/support/kernel_ops_parts.h"
 
 #include <math.h>
@@ -100,4 +100,51 @@ void muon_update_call(const struct kernel_case *c, struct kernel_run *run)
                              .keep = keep,
                              .step = step_size};
     run->backend->kernels->muon_update(run->stream, &op);
+}
+
+// average: count
+static const double share = 0.001;
+
+void average_build(const struct kernel_case *c, struct kernel_run *run)
+{
+    run_add_normal(run, "average", TENSOR_CHANGED, DTYPE_F32, 1, c->shape[0], 1.0);
+    run_add_normal(run, "x", TENSOR_IN, DTYPE_F32, 1, c->shape[0], 1.0);
+}
+
+void average_expect(const struct kernel_case *c, struct kernel_run *run)
+{
+    for (int64_t i = 0; i < c->shape[0]; i++)
+        run_expected(run, "average")[i] =
+            (1.0 - share) * run_value(run, "average")[i] + share * run_value(run, "x")[i];
+}
+
+void average_call(const struct kernel_case *c, struct kernel_run *run)
+{
+    struct average op = {.count = c->shape[0],
+                         .average = run_device(run, "average"),
+                         .x = run_device(run, "x"),
+                         .share = share};
+    run->backend->kernels->average(run->stream, &op);
+}
+
+// exchange: count
+void exchange_build(const struct kernel_case *c, struct kernel_run *run)
+{
+    run_add_normal(run, "a", TENSOR_CHANGED, DTYPE_F32, 1, c->shape[0], 1.0);
+    run_add_normal(run, "b", TENSOR_CHANGED, DTYPE_F32, 1, c->shape[0], 1.0);
+}
+
+void exchange_expect(const struct kernel_case *c, struct kernel_run *run)
+{
+    for (int64_t i = 0; i < c->shape[0]; i++) {
+        run_expected(run, "a")[i] = run_value(run, "b")[i];
+        run_expected(run, "b")[i] = run_value(run, "a")[i];
+    }
+}
+
+void exchange_call(const struct kernel_case *c, struct kernel_run *run)
+{
+    struct exchange op = {
+        .count = c->shape[0], .a = run_device(run, "a"), .b = run_device(run, "b")};
+    run->backend->kernels->exchange(run->stream, &op);
 }

@@ -106,6 +106,8 @@ LAZY_OP(convert, convert)
 LAZY_OP(muon_momentum, muon_momentum)
 LAZY_OP(muon_normalise, muon_normalise)
 LAZY_OP(muon_update, muon_update)
+LAZY_OP(average, average)
+LAZY_OP(exchange, exchange)
 
 static void copy(struct stream *stream, void *to, const void *from, size_t bytes)
 {
