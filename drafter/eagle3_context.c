@@ -6,19 +6,6 @@
 
 #include "base/log.h"
 
-// fc's columns of feature f.
-static struct layer_tensor fc_of(const struct eagle3 *e, int64_t f)
-{
-    const struct drafter_options *o = &e->options;
-    struct layer_tensor fc = e->buffers->fc;
-    int64_t first = f * o->sizes->hidden;
-    fc.weight = layer_at(fc.weight, o->compute, first);
-    fc.grad = fc.grad != NULL ? fc.grad + first : NULL;
-    fc.stride = fc.columns;
-    fc.columns = o->sizes->hidden;
-    return fc;
-}
-
 // g = or (add) += in fc^T in fp32; rows of in are stride elements apart.
 static void fc_forward(const struct eagle3 *e, const struct backend *backend, struct stream *stream,
                        const void *in, int64_t stride, const struct layer_tensor *fc, bool add)
@@ -100,7 +87,7 @@ void eagle3_features_forward(struct eagle3 *e, const struct backend *backend, st
     const struct eagle3_buffers *b = e->buffers;
     context_input_load(&e->input, &e->options, backend, stream);
     for (int64_t f = 0; s->fc_norm && f < s->features; f++) {
-        struct layer_tensor fc = fc_of(e, f);
+        struct layer_tensor fc = eagle3_columns(&e->options, b->fc, f * s->hidden);
         norm_feature(e, backend, stream, f);
         fc_forward(e, backend, stream, b->normed, 0, &fc, f > 0);
     }
@@ -120,7 +107,7 @@ void eagle3_features_backward(struct eagle3 *e, const struct backend *backend,
     int64_t t = e->input.row->tokens;
     context_input_load(&e->input, o, backend, stream);
     for (int64_t f = 0; o->sizes->fc_norm && f < o->sizes->features; f++) {
-        struct layer_tensor fc = fc_of(e, f);
+        struct layer_tensor fc = eagle3_columns(o, b->fc, f * o->sizes->hidden);
         norm_feature(e, backend, stream, f);
         fc_backward(e, backend, stream, b->normed, 0, &fc);
         layer_input_backward(&e->ops, backend, stream, t, b->dx_context, &fc, b->normed);

@@ -100,7 +100,8 @@ struct eagle3_pass eagle3_context_pass(const struct eagle3 *e, int64_t l)
 
 // ---- one layer -----------------------------------------------------------------------------------
 
-void eagle3_norm_both(const struct eagle3 *e, const struct backend *backend, struct stream *stream,
+// The norm's output in fp32 and in compute dtype.
+static void norm_both(const struct eagle3 *e, const struct backend *backend, struct stream *stream,
                       int64_t rows, const float *x, const struct layer_tensor *norm, float *wide,
                       void *narrow, float *rstd)
 {
@@ -137,8 +138,8 @@ static void first_norm(const struct eagle3 *e, const struct backend *backend, st
 {
     const struct layer_tensor *norm = &e->layers[p->l].norm1;
     if (adds_to_normed(e, p) && e->options.compute != DTYPE_F32) {
-        eagle3_norm_both(e, backend, stream, p->rows, p->at.x, norm, p->at.residual, p->at.n1,
-                         p->at.rstd1);
+        norm_both(e, backend, stream, p->rows, p->at.x, norm, p->at.residual, p->at.n1,
+                  p->at.rstd1);
         return;
     }
     struct rms_norm op =
@@ -394,8 +395,8 @@ static void step_end(struct eagle3 *e, const struct backend *backend, struct str
     const float *last = b->last + kept * s->hidden;
     void *hidden = rows_at(e, b->hidden, at, s->hidden);
     if (s->norm_output && step + 1 < e->steps) {
-        eagle3_norm_both(e, backend, stream, e->count, last, &b->norm, first_input(e, step + 1),
-                         hidden, b->last_rstd + kept);
+        norm_both(e, backend, stream, e->count, last, &b->norm, first_input(e, step + 1), hidden,
+                  b->last_rstd + kept);
         return;
     }
     struct rms_norm norm =

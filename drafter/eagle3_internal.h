@@ -51,7 +51,6 @@ struct eagle3_buffers {
     // scratch of the context
     void *feature, *normed;        // norm_before_fc: normed [T, L * H]; fc_norm: both [T, H]
     void *embedded, *embed_normed; // [T, H]
-    void *dembed_rows;             // [T, q + 2 kv] compute dtype
     // group: [steps, count]
     int32_t *token;       // position whose embedding is read
     int32_t *step_places; // rotary positions
@@ -102,10 +101,6 @@ struct diagonal eagle3_diagonal(const struct eagle3 *e, const struct eagle3_pass
 // The input of step 0, which starts behind the last layer but one: the context's rows of the positions.
 void eagle3_step_input(const struct eagle3 *e, const struct backend *backend,
                        struct stream *stream);
-// The norm's output in fp32 and in compute dtype.
-void eagle3_norm_both(const struct eagle3 *e, const struct backend *backend, struct stream *stream,
-                      int64_t rows, const float *x, const struct layer_tensor *norm, float *wide,
-                      void *narrow, float *rstd);
 
 // Of the context: g and the embedding's part, and their backward passes.
 void eagle3_features_forward(struct eagle3 *e, const struct backend *backend,
@@ -121,6 +116,9 @@ void eagle3_need_weights(const struct eagle3 *e, int part);
 
 int64_t eagle3_q(const struct eagle3 *e);  // heads * head_dim
 int64_t eagle3_kv(const struct eagle3 *e); // kv_heads * head_dim
+// Columns [first, first + H) of a matrix in compute dtype.
+struct layer_tensor eagle3_columns(const struct drafter_options *options,
+                                   struct layer_tensor matrix, int64_t first);
 // Most positions of a group.
 int64_t eagle3_capacity(const struct eagle3 *e);
 // Whether each step keeps its own of what is computed again from this level on.

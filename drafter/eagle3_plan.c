@@ -26,22 +26,13 @@ bool eagle3_keeps(const struct eagle3 *e, enum recompute_level level)
     return e->options.training && e->options.recompute < level;
 }
 
-static struct layer_tensor columns_of(struct layer_tensor matrix, int64_t first, int64_t columns)
-{
-    BUG_UNLESS(matrix.stride == 0);
-    matrix.stride = matrix.columns;
-    matrix.columns = columns;
-    if (matrix.grad != NULL)
-        matrix.grad += first;
-    return matrix;
-}
-
-// Columns [first, first + H) of a matrix in compute dtype.
-static struct layer_tensor half_of(const struct drafter_options *o, struct layer_tensor matrix,
+struct layer_tensor eagle3_columns(const struct drafter_options *o, struct layer_tensor matrix,
                                    int64_t first)
 {
-    matrix = columns_of(matrix, first, o->sizes->hidden);
     matrix.weight = layer_at(matrix.weight, o->compute, first);
+    matrix.grad = matrix.grad != NULL ? matrix.grad + first : NULL;
+    matrix.stride = matrix.columns;
+    matrix.columns = o->sizes->hidden;
     return matrix;
 }
 
@@ -55,9 +46,9 @@ static void bind_qkv(struct eagle3_layer *layer, const struct drafter_options *o
     layer->kv.rows = 2 * s->kv_heads * s->head_dim;
     if (l > 0)
         return;
-    layer->q = half_of(o, layer->q, s->hidden);
-    layer->qkv = half_of(o, layer->qkv, s->hidden);
-    layer->kv = half_of(o, layer->kv, s->hidden);
+    layer->q = eagle3_columns(o, layer->q, s->hidden);
+    layer->qkv = eagle3_columns(o, layer->qkv, s->hidden);
+    layer->kv = eagle3_columns(o, layer->kv, s->hidden);
 }
 
 static void bind_layer(struct eagle3_layer *layer, const struct drafter_options *o, int64_t l)
@@ -95,7 +86,7 @@ static void bind_all(struct eagle3 *e)
     b->embed_norm = layer_find_in(o, 0, "input_layernorm.weight");
     b->embed_qkv = layer_find_in(o, 0, "self_attn.q_proj.weight");
     b->embed_qkv.rows = eagle3_q(e) + 2 * eagle3_kv(e);
-    b->embed_qkv = half_of(o, b->embed_qkv, 0);
+    b->embed_qkv = eagle3_columns(o, b->embed_qkv, 0);
 }
 
 static void plan_context_layer(struct eagle3 *e, int64_t l, struct arena *arena)
@@ -144,7 +135,7 @@ static void plan_context(struct eagle3 *e, struct arena *arena)
     }
     if (s->norm_before_fc || s->fc_norm)
         b->fc_rstd =
-            layer_take(arena, group, -1, "fc_rstd", DTYPE_F32, s->fc_norm ? s->features + 1 : 1, t);
+            layer_take(arena, group, -1, "fc_rstd", DTYPE_F32, s->fc_norm ? s->features : 1, t);
     b->embed_rstd = layer_take(arena, group, -1, "embed_rstd", DTYPE_F32, t, 1);
     b->embed_part = layer_take(arena, group, -1, "embed_part", o->compute, t, qkv);
     if (o->training) {

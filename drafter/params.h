@@ -12,7 +12,7 @@
 #include "base/error.h"
 
 struct param {
-    char name[96];    // as in the z-lab layout, e.g. "layers.0.self_attn.q_proj.weight"
+    char name[96];    // as in the layout that servers read, e.g. "layers.0.self_attn.q_proj.weight"
     int dims;         // 1 or 2
     int64_t shape[2]; // [out, in] or [width]
     int64_t offset;   // elements
@@ -20,7 +20,7 @@ struct param {
     bool norm;        // starts at 1 and never decays; else normal with init_std
     // elements, in an array of the norms alone, each aligned to PARAM_ALIGNMENT; 0 for matrices
     int64_t norm_offset;
-    int part; // of the model, see dflash_params
+    int part; // of the model, see drafter_params
 };
 
 struct params {
