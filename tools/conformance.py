@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Asks the published code of vLLM and SGLang what it would run of an exported DFlash drafter.
+"""Asks the published code of vLLM and SGLang what it would run of an exported drafter, DFlash or EAGLE-3.
 
     conformance.py --target DIR [--checkpoint DIR] [--vllm WHERE] [--sglang WHERE] EXPORT ...
 
@@ -19,7 +19,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from dtrain_tools import conform, trained  # noqa: E402
 from dtrain_tools.command import REFUSED, RUN_FAILED  # noqa: E402
 from dtrain_tools.documents import InputError, load_json  # noqa: E402
-from dtrain_tools.export_config import layout_of  # noqa: E402
+from dtrain_tools.export_config import kind_of, layout_of  # noqa: E402
 
 SKIPPED = 77
 
@@ -43,7 +43,7 @@ def jobs_of(folders):
         config = load_json(os.path.join(folder, "config.json"))
         if not os.path.exists(os.path.join(folder, "model.safetensors")):
             raise InputError(f"{folder}: no model.safetensors")
-        jobs.append({"folder": os.path.abspath(folder), "layout": layout_of(config),
+        jobs.append({"folder": os.path.abspath(folder), "layout": layout_of(config), "kind": kind_of(config),
                      "block_size": config.get("block_size") or 2})
     return jobs
 

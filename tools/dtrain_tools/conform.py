@@ -12,6 +12,7 @@ import sys
 import tempfile
 
 from dtrain_tools.rotary import rope_row
+from dtrain_tools.trained import SWITCHES
 
 OK, DIFFERS, NOT_READ = "OK", "DIFFERS", "NOT READ"
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -92,7 +93,7 @@ class Comparison:
     def compare(self):
         self.same("layers", self.settings["num_hidden_layers"], len(self.facts["attention"]))
         for layer, served in enumerate(self.facts["attention"][:self.settings["num_hidden_layers"]]):
-            self.same(f"layer {layer}", trained_attention(self.settings, layer), attention_words(**served))
+            self.same(f"layer {layer}", *self._layer(layer, served))
         own = words(self.facts["captured_own"])
         self.same("captured layers", words(self.settings["target_layer_ids"]), words(self.facts["captured"]),
                   note=f"outputs of layers; {own} in its own numbers")
@@ -108,6 +109,9 @@ class Comparison:
         self._vocabulary()
         self._weights()
         return self.lines
+
+    def _layer(self, layer, served):
+        return trained_attention(self.settings, layer), attention_words(**served)
 
     def _blocks(self):
         settings = self.settings
@@ -160,10 +164,41 @@ class Comparison:
         self.same("weights", "all set", f"unset: {words(self.facts['unset'])}", not self.facts["unset"])
 
 
+class Eagle3Comparison(Comparison):
+    """Layers are causal in every server; beside the rest there are norms that may be left out, and the draft vocabulary."""
+
+    def _layer(self, layer, served):
+        sliding = self.settings["layer_types"][layer] == "sliding_attention"
+        return tuple("all before it" if window is None else f"the last {window}"
+                     for window in (self.settings["sliding_window"] if sliding else None, served["window"]))
+
+    def _blocks(self):
+        settings, facts = self.settings, self.facts
+        drafts = settings.get("drafts")
+        if drafts is not None:
+            self.same("drafts", drafts, facts["drafts"], note="" if facts["drafts"] is not None
+                      else f"tell it to make {drafts}")
+        for name in ("head_norms", *SWITCHES):
+            self.same(name.replace("_", " "), settings[name], facts["switches"][name])
+
+    def _vocabulary(self):
+        own = "own" if self.layout == "speculators" else "target"
+        names = {"own": "the export's copy", "target": "the target's"}
+        self.same("embedding", names[own], names[self.facts["embedding"]])
+        self.same("head", names["own"], names[self.facts["head"]])
+        kept = self.settings["kept"]
+        self.same("draft vocabulary", self.settings["draft_vocab_size"], self.facts["draft_vocab"])
+        whole = self.facts["kept"] is None or self.facts["kept"] == list(range(self.settings["vocab_size"]))
+        self.same("vocabulary map", "none" if kept is None else f"{len(kept)} tokens",
+                  "none" if self.facts["kept"] is None else "others",
+                  whole if kept is None else kept == self.facts["kept"])
+
+
 def compare(settings, result, layout):
     """-> lines of one export at one server."""
     if "refused" in result:
         return [Line(DIFFERS, "the whole export", f"refused: {result['refused']}")]
     if "unread" in result["facts"]:
         return [Line(NOT_READ, "the whole export", result["facts"]["unread"])]
-    return Comparison(settings, result["facts"], layout).compare()
+    kind = Eagle3Comparison if settings.get("kind") == "eagle3" else Comparison
+    return kind(settings, result["facts"], layout).compare()

@@ -6,7 +6,7 @@ compute. Nothing here decides whether that is right: conform.py compares.
 
     python probe_SERVER.py JOBS.json OUT.json
 
-JOBS: {"target": DIR, "exports": [{"folder", "layout", "block_size"}]}. OUT: {"server", "version", "results":
+JOBS: {"target": DIR, "exports": [{"folder", "layout", "kind", "block_size"}]}. OUT: {"server", "version", "results":
 [{"facts"} or {"refused": text}]}, or {"missing": text} when the server's packages can not be loaded.
 """
 

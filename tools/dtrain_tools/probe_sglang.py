@@ -22,6 +22,7 @@ def prepare(target):
     sys.modules["vllm"] = types.ModuleType("vllm")
     sys.modules["vllm"]._custom_ops = kernels
     importlib.import_module("sglang.srt.models.dflash")
+    importlib.import_module("sglang.srt.models.llama_eagle3")
     return target
 
 
@@ -29,18 +30,20 @@ def resolve(target, export):
     """-> server arguments, resolved and published as a scheduler of one GPU would."""
     from sglang.srt import runtime_context
     from sglang.srt.server_args import ServerArgs
-    arguments = ServerArgs(model_path=target, speculative_algorithm="DFLASH", skip_tokenizer_init=True,
+    eagle3 = export.get("kind") == "eagle3"
+    told = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4} if eagle3 else {}
+    arguments = ServerArgs(model_path=target, speculative_algorithm="EAGLE3" if eagle3 else "DFLASH", skip_tokenizer_init=True,
                            speculative_draft_model_path=export["folder"], device="cuda", dtype="bfloat16",
-                           mem_fraction_static=0.8, attention_backend="flashinfer", sampling_backend="pytorch")
+                           mem_fraction_static=0.8, attention_backend="flashinfer", sampling_backend="pytorch", **told)
     arguments.resolve_once()
     runtime_context.publish(arguments, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=0))
-    alone = types.SimpleNamespace(rank_in_group=0, world_size=1)
-    runtime_context.get_parallel().override_permanently(tp_group=alone, attn_tp_group=alone)
+    alone = types.SimpleNamespace(rank_in_group=0, world_size=1, is_first_rank=True, is_last_rank=True)
+    runtime_context.get_parallel().override_permanently(tp_group=alone, attn_tp_group=alone, pp_group=alone)
     return arguments
 
 
-def load(model, dflash, weights):
-    """-> names of tensors that the model did not take."""
+def load(model, module, weights):
+    """-> names of tensors that the model, whose code is in `module`, did not take."""
     taken, current = set(), [None]
 
     def recording(loader):
@@ -52,7 +55,7 @@ def load(model, dflash, weights):
     for weight in model.parameters():
         if hasattr(weight, "weight_loader"):
             weight.weight_loader = recording(weight.weight_loader)
-    plain, dflash.default_weight_loader = dflash.default_weight_loader, recording(dflash.default_weight_loader)
+    plain, module.default_weight_loader = module.default_weight_loader, recording(module.default_weight_loader)
 
     def stream():
         for name, tensor in weights.items():
@@ -61,7 +64,7 @@ def load(model, dflash, weights):
     try:
         model.load_weights(stream())
     finally:
-        dflash.default_weight_loader = plain
+        module.default_weight_loader = plain
     return sorted(set(weights) - taken)
 
 
@@ -76,7 +79,10 @@ def mask_token(config, target_config):
 
 def probe_export(target, export):
     if export["layout"] == "speculators":
-        return {"unread": "SGLang does not read the speculators layout; give it --format zlab"}
+        return {"unread": "SGLang does not read the speculators layout; give it --format "
+                          + ("specforge" if export.get("kind") == "eagle3" else "zlab")}
+    if export.get("kind") == "eagle3":
+        return probe_eagle3(target, export)
     import torch
     from sglang.srt.arg_groups.model_override_base import resolved_view
     from sglang.srt.configs.model_config import ModelConfig
@@ -130,6 +136,63 @@ def model_facts(model, hf_config):
         "draft_vocab": None, "vocabulary_map": "none",
         "bias": bool(getattr(hf_config, "attention_bias", False)),
         "unset": probe.unreached(model),
+    }
+
+
+def probe_eagle3(target, export):
+    import torch
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
+    from sglang.srt.models import llama_eagle3
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    arguments = resolve(target, export)
+    target_config = ModelConfig.from_server_args(arguments)
+    capture = spec_aux_hidden_state.resolve_spec_aux_hidden_state_config(
+        server_args=arguments, model_config=target_config, is_draft_worker=False,
+        spec_algorithm=SpeculativeAlgorithm.from_string("EAGLE3"))
+    draft = capture.draft_model_config
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = llama_eagle3.LlamaForCausalLMEagle3(draft.hf_config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    probe.spoil(model)
+    ignored = load(model, llama_eagle3, probe.read_weights(export["folder"]))
+    layers = target_config.num_hidden_layers
+    captured = capture.eagle_aux_hidden_state_layer_ids
+    if captured is None:  # as set_eagle3_layers_to_capture of its models has it
+        captured = [1, layers // 2 - 1, layers - 4]
+    facts = eagle3_facts(model, draft.hf_config)
+    # d2t and t2d are not parameters; later layers' norm is looked for under hidden_norm alone.
+    later = {f"layers.{i}.input_layernorm.weight" for i in range(1, len(model.model.layers))}
+    facts.update(captured=[int(i) for i in captured], captured_own=[int(i) for i in captured],
+                 ignored=[name for name in ignored if name not in {"d2t", "t2d"} | later], quantization=draft.quantization)
+    return facts
+
+
+def eagle3_facts(model, hf_config):
+    inner, first = model.model, model.model.layers[0]
+    attention = first.self_attn
+    idle = {f"model.layers.{i}.input_layernorm.weight" for i in range(1, len(inner.layers))} | {"model.embed_tokens.weight"}
+    kept = model.get_hot_token_id()
+    return {
+        "architecture": type(model).__name__,
+        "attention": [{"window": None if layer.self_attn.attn.sliding_window_size < 0
+                       else layer.self_attn.attn.sliding_window_size + 1} for layer in inner.layers],
+        "drafts": None,
+        "switches": {"head_norms": hasattr(attention, "q_norm"), "norm_before_residual": False,
+                     "norm_before_fc": inner.input_norm is not None, "fc_norm": inner.fc_norm is not None,
+                     "norm_output": bool(inner.norm_output)},
+        "sizes": {"hidden_size": attention.hidden_size, "heads": attention.total_num_heads,
+                  "kv_heads": attention.total_num_kv_heads, "head_dim": attention.head_dim,
+                  "intermediate_size": first.mlp.down_proj.input_size, "fc_inputs": inner.fc.in_features,
+                  "vocab_size": inner.vocab_size},
+        "eps": [float(norm.variance_epsilon) for norm in (first.hidden_norm, inner.norm)],
+        "activation": getattr(hf_config, "hidden_act", "silu"), "rotary": probe.rotary_facts(attention.rotary_emb),
+        "embedding": "target", "head": "target" if model.load_lm_head_from_target else "own",
+        "draft_vocab": hf_config.draft_vocab_size, "kept": None if kept is None else kept.tolist(),
+        "bias": bool(getattr(hf_config, "attention_bias", False)),
+        "unset": [name for name in probe.unreached(model) if name not in idle],
     }
 
 

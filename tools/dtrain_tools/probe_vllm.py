@@ -17,27 +17,28 @@ PORT = "29511"
 
 def speculative(export):
     """-> --speculative-config, the number of drafts that vLLM itself finds in the export or None."""
-    own = None
+    own, kind = None, export.get("kind", "dflash")
     if export["layout"] == "speculators":
         from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
         found = SpeculatorsConfig.extract_vllm_speculative_config(probe.read_config(export["folder"]))
         own = found["num_speculative_tokens"]
-    return {"model": export["folder"], "method": "dflash",
-            "num_speculative_tokens": own or export["block_size"] - 1}, own
+    return {"model": export["folder"], "method": kind,
+            "num_speculative_tokens": own or max(export["block_size"] - 1, 1)}, own
 
 
 def prepare(target):
     os.environ.update(VLLM_TARGET_DEVICE="cpu", VLLM_USE_V2_MODEL_RUNNER="1", VLLM_LOGGING_LEVEL="CRITICAL",
                       VLLM_NO_USAGE_STATS="1", VLLM_CONFIGURE_LOGGING="0")
     import torch
-    from vllm.model_executor.models import qwen3_dflash
+    from vllm.model_executor.models import llama, qwen3, qwen3_dflash
 
     class NoAttention(torch.nn.Module):
         def __init__(self, *_, per_layer_sliding_window=None, **__):
             super().__init__()
             self.window = per_layer_sliding_window
 
-    qwen3_dflash.Attention = NoAttention
+    for module in (llama, qwen3, qwen3_dflash):
+        module.Attention = NoAttention
     return target
 
 
@@ -81,6 +82,8 @@ def probe_export(target, export):
         model = build(config)
         probe.spoil(model)
         model.load_weights(probe.read_weights(export["folder"]).items())
+    if export.get("kind") == "eagle3":
+        return eagle3_facts(config, own, model, draft)
     captured = list(get_eagle3_aux_layers_from_config(config.speculative_config))
     facts = model_facts(model, draft.hf_config)
     facts.update(captured=[i - 1 for i in captured], captured_own=captured, drafts=own,
@@ -112,6 +115,48 @@ def model_facts(model, hf_config):
         "bias": bool(getattr(hf_config, "attention_bias", False)),
         "unset": [name for name in probe.unreached(model) if name not in shared], "ignored": [],
     }
+
+
+def default_layers(config):
+    """Which layers vLLM captures where the draft model's config does not say, after its Llama and Qwen models."""
+    layers = config.model_config.get_total_num_hidden_layers()
+    return [2, layers // 2, layers - 3]
+
+
+def eagle3_facts(config, own, model, draft):
+    from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
+    captured = list(get_eagle3_aux_layers_from_config(config.speculative_config) or default_layers(config))
+    inner, first = model.model, model.model.layers[0]
+    attention, hf_config = first.self_attn, draft.hf_config
+    own_embedding = bool(getattr(model, "has_own_embed_tokens", False))
+    offsets = model.draft_id_to_target_id
+    kept = None if offsets is None else [i + offset for i, offset in enumerate(offsets.tolist())]
+    bound = getattr(first._residual_norm, "__name__", "")
+    return {
+        "architecture": type(model).__name__,
+        "attention": [{"window": layer.self_attn.attn.window} for layer in inner.layers],
+        "captured": [i - 1 for i in captured], "captured_own": captured, "drafts": own, "quantization": draft.quantization,
+        "switches": {"head_norms": hasattr(attention, "q_norm"), "norm_before_residual": bound == "_norm_before_residual",
+                     "norm_before_fc": inner.input_norm is not None, "fc_norm": inner.fc_norm is not None,
+                     "norm_output": bool(inner.norm_output)},
+        "sizes": {"hidden_size": inner.config.hidden_size, "heads": attention.total_num_heads,
+                  "kv_heads": attention.total_num_kv_heads, "head_dim": attention.head_dim,
+                  "intermediate_size": sum(first.mlp.gate_up_proj.output_sizes) // 2, "fc_inputs": inner.fc.input_size,
+                  "vocab_size": inner.embed_tokens.org_vocab_size},
+        "eps": [float(norm.variance_epsilon) for norm in (first.hidden_norm, inner.norm)],
+        "activation": hf_config.hidden_act, "rotary": probe.rotary_facts(attention.rotary_emb),
+        "embedding": "own" if own_embedding else "target",
+        "head": "own" if getattr(model, "has_own_lm_head", False) else "target",
+        "draft_vocab": model.config.draft_vocab_size, "kept": kept, "bias": bool(getattr(hf_config, "attention_bias", False)),
+        "unset": unset_eagle3(model, own_embedding), "ignored": [],
+    }
+
+
+def unset_eagle3(model, own_embedding):
+    """hidden_norm of later layers is never run there."""
+    idle = {f"model.layers.{i}.hidden_norm.weight" for i in range(1, len(model.model.layers))}
+    shared = set() if own_embedding else {"model.embed_tokens.weight"}
+    return [name for name in probe.unreached(model) if name not in shared | idle]
 
 
 if __name__ == "__main__":

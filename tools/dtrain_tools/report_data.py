@@ -3,6 +3,7 @@
 Reads run folders and folders of `dtrain sweep` (docs/file-formats.md). Draws nothing, needs nothing but Python.
 """
 
+import itertools
 import json
 import math
 import os
@@ -298,12 +299,11 @@ class Report:
 def open_sweep(folder):
     """A folder of `dtrain sweep`: points that have metrics, and why the others have none."""
     state = read_json(os.path.join(folder, "sweep.json"))
-    keys = [axis["key"] for axis in state.get("grid", [])]
+    keys, points = points_of(state)
     table = {point["point"]: point for point in read_json(os.path.join(folder, "table.json")).get("points", [])}
     runs, missing = [], {}
-    for point in state.get("points", []):
+    for point, values in points:
         name = point["name"]
-        values = dict(zip(keys, values_of(name, keys)))
         try:
             run = Run(os.path.join(folder, name), name)
         except ReportError:
@@ -320,14 +320,13 @@ def open_sweep(folder):
     return Report(os.path.basename(os.path.abspath(folder)), runs, keys, missing)
 
 
-def values_of(name, keys):
-    """["512", "[1,2]"] of a point "max_anchors=512,layer_ids=[1,2]": a value ends where the next key begins."""
-    shorts = [key.split(".")[-1] for key in keys]
-    starts = [re.search(rf"(^|,)(\w+\.)?{re.escape(key)}=", name) for key in shorts]
-    if any(start is None for start in starts):
-        raise ReportError(f"sweep.json: point {name} does not name the keys {', '.join(keys)}")
-    ends = [start.start() for start in starts[1:]] + [len(name)]
-    return [name[start.end():end] for start, end in zip(starts, ends)]
+def points_of(state):
+    """(keys, [(point, {key: value})]) of a sweep.json: its points stand in the order of the grid's combinations, the last
+    key's value changing first. Their names hold the values, too, but not always whole."""
+    axes = state.get("grid", [])
+    keys = [axis["key"] for axis in axes]
+    combinations = itertools.product(*(axis["values"] for axis in axes))
+    return keys, [(point, dict(zip(keys, values))) for point, values in zip(state.get("points", []), combinations)]
 
 
 def labels_of(folders):

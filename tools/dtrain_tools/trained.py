@@ -37,7 +37,9 @@ def _layer_ids(config, checkpoint):
             import h5py
             with h5py.File(path, "r") as file:
                 return file.attrs["target_layer_ids"].tolist(), path
-    ids = load_json(os.path.join(checkpoint, "config.json"))["dflash_config"]["target_layer_ids"]
+    own = load_json(os.path.join(checkpoint, "config.json"))
+    ids = (own["dflash_config"]["target_layer_ids"] if config["drafter"]["kind"] == "dflash"
+           else own["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
     return ids, "the checkpoint's config.json (no shard is there)"
 
 
@@ -51,8 +53,6 @@ def from_checkpoint(checkpoint, target_folder):
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from error
     drafter, target = config["drafter"], target_settings(target_folder)
-    if drafter["kind"] != "dflash":
-        raise InputError(f"{path}: drafter.kind is {drafter['kind']}; only dflash is looked at")
     heads = target["num_attention_heads"]
     own = {"num_attention_heads": heads, "num_key_value_heads": target.get("num_key_value_heads", heads),
            "head_dim": target.get("head_dim") or target["hidden_size"] // heads,
@@ -61,15 +61,42 @@ def from_checkpoint(checkpoint, target_folder):
     settings = {name: _number(drafter[name]) if drafter.get(name) is not None else value
                 for name, value in own.items()}
     ids, source = _layer_ids(config, checkpoint)
+    settings.update(_of_dflash(drafter) if drafter["kind"] == "dflash" else _of_eagle3(drafter, target, checkpoint))
     settings.update(
-        block_size=drafter["block_size"], mask_token_id=drafter["mask_token_id"], target_layer_ids=ids,
-        num_hidden_layers=drafter["layers"], hidden_size=target["hidden_size"], vocab_size=target["vocab_size"],
+        kind=drafter["kind"], target_layer_ids=ids, num_hidden_layers=drafter["layers"], hidden_size=target["hidden_size"], vocab_size=target["vocab_size"],
         layer_types=drafter.get("layer_types") or ["full_attention"] * drafter["layers"],
-        sliding_window=drafter.get("sliding_window"), rope_scaling=_scaling(drafter, target),
-        sliding_window_non_causal=drafter["sliding_window_non_causal"], window_origin=drafter["window_origin"],
-        sample_from_anchor=drafter["predict_from_anchor"], source=f"{path}; layer ids: {source}",
+        sliding_window=drafter.get("sliding_window"), rope_scaling=_scaling(drafter, target), source=f"{path}; layer ids: {source}",
         target_positions=target["max_position_embeddings"])
     return settings
+
+
+def _of_dflash(drafter):
+    return {"block_size": drafter["block_size"], "mask_token_id": drafter["mask_token_id"],
+            "sliding_window_non_causal": drafter["sliding_window_non_causal"], "window_origin": drafter["window_origin"],
+            "sample_from_anchor": drafter["predict_from_anchor"]}
+
+
+SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+def _of_eagle3(drafter, target, checkpoint):
+    kept, path = None, drafter.get("draft_vocab")
+    if path:
+        kept = kept_ids(os.path.join(checkpoint, path), "d2t")
+    return {"drafts": drafter["ttt_steps"], "head_norms": drafter["style"] == "qwen3", "kept": kept,
+            "draft_vocab_size": target["vocab_size"] if kept is None else len(kept),
+            **{name: bool(drafter.get(name)) for name in SWITCHES}}
+
+
+def kept_ids(path, name):
+    """Target ids of a draft vocabulary from its table of offsets."""
+    try:
+        from safetensors import safe_open
+        with safe_open(path, framework="numpy") as file:
+            offsets = file.get_tensor(name).tolist()
+    except (OSError, ImportError) as error:
+        raise InputError(f"{path}: {error}") from error
+    return [draft + offset for draft, offset in enumerate(offsets)]
 
 
 def _scaling(drafter, target):
@@ -84,4 +111,17 @@ def from_export(folder, target_folder):
     settings = read_export_config(folder)
     settings["source"] = "the export's own config.json; name the checkpoint with --checkpoint to compare with the run"
     settings["target_positions"] = target_settings(target_folder)["max_position_embeddings"]
+    if settings["kind"] == "eagle3":
+        _complete_eagle3(settings, folder)
     return settings
+
+
+def _complete_eagle3(settings, folder):
+    """What only the tensors say."""
+    from safetensors import safe_open
+    path = os.path.join(folder, "model.safetensors")
+    with safe_open(path, framework="numpy") as file:
+        names = set(file.keys())
+    settings["head_norms"] = any(name.endswith("q_norm.weight") for name in names)
+    settings["kept"] = kept_ids(path, "d2t") if settings["draft_vocab_size"] != settings["vocab_size"] else None
+    settings.update({name: bool(settings.get(name)) for name in SWITCHES})

@@ -193,10 +193,16 @@ class Comparing(Folders):
         self.assertEqual(report.axis("a.size"), ["4", "8", "16"])
         self.assertIn("size=8: running", report.notes[0])
 
-    def test_names_of_points(self):
-        self.assertEqual(data.values_of("max_anchors=32,layer_ids=[1,2],block_size=8",
-                                        ["anchors.max_anchors", "target.layer_ids", "drafter.block_size"]),
-                         ["32", "[1,2]", "8"])
+    def test_values_of_points(self):
+        # Names are cut where they are long, and lists are not spelled out; two keys may end alike.
+        grid = [{"key": "validation.every", "values": ["4", "8"]},
+                {"key": "checkpoint.every", "values": ["16"]}, {"key": "optimizer.betas", "values": ["[0.9,0.95]", "[0.9,0.98]"]}]
+        points = [{"name": f"cut~{at}", "state": "done"} for at in range(4)]
+        keys, found = data.points_of({"grid": grid, "points": points})
+        self.assertEqual(keys, ["validation.every", "checkpoint.every", "optimizer.betas"])
+        self.assertEqual([(point["name"], *values.values()) for point, values in found],
+                         [("cut~0", "4", "16", "[0.9,0.95]"), ("cut~1", "4", "16", "[0.9,0.98]"),
+                          ("cut~2", "8", "16", "[0.9,0.95]"), ("cut~3", "8", "16", "[0.9,0.98]")])
 
 
 @needs_matplotlib
