@@ -94,7 +94,7 @@
     INT(rope_original_positions, CONFIG_UNSET, 1, INT64_MAX, KEEP, "yarn: positions before scaling; default: the target's max_position_embeddings") \
     INT(max_position_embeddings, CONFIG_UNSET, 1, INT64_MAX, KEEP, "written to the export; default: the target's") \
     TEXTS(layer_types, KEEP, "per layer: full_attention or sliding_attention; default: all full") \
-    INT(sliding_window, CONFIG_UNSET, 1, INT64_MAX, KEEP, "tokens a sliding layer sees back, measured from the query (required with sliding layers)") \
+    INT(sliding_window, CONFIG_UNSET, 1, INT64_MAX, KEEP, "tokens a sliding layer sees back, measured from the query (required with sliding layers); eagle3: at least ttt_steps") \
     FLAG(sliding_window_non_causal, false, KEEP, "sliding layers see the whole own block; servers do not run this") \
     CHOICE(window_origin, query, "query\0anchor", KEEP, "where the window is measured from; anchor reproduces speculators") \
     REAL(init_std, 0.02, 0.0, 1.0, KEEP, "standard deviation of initial weights; norms start at 1") \
@@ -104,8 +104,8 @@
     PATH(draft_vocab, NULL, KEEP, "eagle3: vocabulary map; default: the full vocabulary") \
     CHOICE(lm_head, frozen, "frozen\0trainable", KEEP, "eagle3: the head over the draft vocabulary") \
     FLAG(norm_before_residual, false, KEEP, "eagle3: the residual is the normed feature") \
-    FLAG(norm_before_fc, false, KEEP, "eagle3: one norm over the three features before fc") \
-    FLAG(fc_norm, false, KEEP, "eagle3: one norm per feature before fc") \
+    FLAG(norm_before_fc, false, KEEP, "eagle3: one norm over all features before fc; not together with fc_norm") \
+    FLAG(fc_norm, false, KEEP, "eagle3: one norm for each feature before fc") \
     FLAG(norm_output, false, KEEP, "eagle3: the final norm's output is fed back, as servers do")
 
 #define ANCHORS_KEYS(TEXT, PATH, INT, REAL, FLAG, CHOICE, TEXTS, PATHS, INTS, REALS) \
