@@ -255,10 +255,7 @@ int vocab_map_tables(struct vocab_map *map, const struct safetensors *file, stru
     alloc_tables(map, t2d->shape[0], d2t->shape[0]);
     memcpy(map->d2t, d2t->bytes, d2t->size);
     memcpy(map->t2d, t2d->bytes, t2d->size);
-    if (check_tables(map, file->path, err) == 0)
-        return 0;
-    vocab_map_release(map);
-    return -1;
+    return check_tables(map, file->path, err);
 }
 
 int vocab_map_read(struct vocab_map *map, const struct documents *documents, bool counted,

@@ -48,7 +48,8 @@ int vocab_map_write(const struct vocab_map *map, const struct documents *documen
 // documents are what it is to have been counted from, of other data.
 int vocab_map_read(struct vocab_map *map, const struct documents *documents, bool counted,
                    const char *path, struct error *err);
-// The tables alone, d2t and t2d (U8 or BOOL) of an open file: those of a released drafter.
+// The tables alone, d2t and t2d (U8 or BOOL) of an open file: those of a released drafter. Release the map
+// after an error, too.
 int vocab_map_tables(struct vocab_map *map, const struct safetensors *file, struct error *err);
 // Differs between maps that keep different tokens.
 uint64_t vocab_map_hash(const struct vocab_map *map);

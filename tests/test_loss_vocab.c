@@ -70,7 +70,7 @@ static void make_slots(struct bench *b)
 {
     for (int32_t block = 0; block < BLOCKS; block++) {
         for (int32_t k = 0; k < S; k++) {
-            uint64_t draw = rng_u64(key_of(2), (uint64_t)(block * S + k));
+            uint64_t draw = rng_u64(key_of(2), (uint64_t)block * S + (uint64_t)k);
             if (draw % 9 == 0)
                 continue;
             b->hidden_row[b->slot_count] = k * BLOCKS + block; // a step's rows together

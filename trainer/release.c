@@ -152,7 +152,7 @@ static void check_param(struct release_check *check, const struct safetensors *m
         return;
     }
     check->read[place.entry - model->entries] = true;
-    int64_t shape[2] = {place.rows, param->shape[1]};
+    int64_t shape[SAFETENSORS_DIMS] = {place.rows, param->shape[1]};
     if (check_entry(check, place.entry, param->dims, shape) && place.row == 0)
         check_finite(check, place.entry, param->count / param->shape[0] * place.rows);
 }
@@ -265,7 +265,7 @@ void release_values(const struct release *release, const struct params *params, 
         struct release_place place = release_find(&release->model, params, param);
         int64_t begin = first > param->offset ? first - param->offset : 0;
         int64_t end = first + count - param->offset;
-        int64_t shape[2] = {place.rows, param->shape[1]};
+        int64_t shape[SAFETENSORS_DIMS] = {place.rows, param->shape[1]};
         if (end > param->count)
             end = param->count;
         if (begin >= end || place.entry == NULL || !has_type(place.entry) ||

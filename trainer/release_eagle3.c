@@ -119,6 +119,7 @@ static void check_map(struct release_check *check, const struct safetensors *mod
     struct error why = {""};
     if (vocab_map_tables(&map, model, &why) != 0) {
         release_fault(check, "d2t", "%s", why.text);
+        vocab_map_release(&map);
         return;
     }
     int64_t other;

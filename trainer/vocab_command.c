@@ -92,7 +92,8 @@ static void print_report(FILE *report, const struct vocab_request *request,
                          const struct documents *documents, const struct vocab_map *map,
                          const int64_t *counts)
 {
-    int64_t sizes[SIZES], count = sizes_around(request->size, documents->vocab_size, sizes);
+    int64_t sizes[SIZES] = {0};
+    int64_t count = sizes_around(request->size, documents->vocab_size, sizes);
     double coverages[SIZES];
     int64_t seen = vocab_map_coverages(counts, documents->vocab_size, sizes, count, coverages);
     fprintf(report, "target         %s, vocabulary of %lld tokens\n", documents->target_model,
