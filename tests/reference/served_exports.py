@@ -28,6 +28,7 @@ except ImportError as missing:
     print(f"skipped: {missing}")
     sys.exit(77)
 
+import served_eagle3
 from dtrain_tools import conform, trained
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -115,16 +116,26 @@ def must_run(*command):
         raise RuntimeError(f"{' '.join(command[1:])}: status {status}\n{output}")
 
 
+def vocabulary(dtrain, folder, size):
+    """-> the map of that many tokens."""
+    path = os.path.join(folder, f"vocabulary-{size}.safetensors")
+    if not os.path.exists(path):
+        must_run(dtrain, "vocab", "--size", str(size), "--out", path, os.path.join(folder, "pre_norm.h5"))
+    return path
+
+
 def train(dtrain, folder, drafter, target):
     """-> a checkpoint of two steps."""
     place = tempfile.mkdtemp(dir=folder)
-    config = resolved({"loss": {"kl": 1.0}, "drafter": {"init_std": 0.15, "mask_token_id": 90, "layers": 2}})
+    own = {"kind": "eagle3"} if drafter.get("kind") == "eagle3" else {"mask_token_id": 90, "layers": 2}
+    config = resolved({"loss": {"kl": 1.0}, "drafter": {"init_std": 0.15, **own}})
     for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "rope_theta"):
         config["drafter"].pop(name, None)
     config["drafter"].update(copy.deepcopy(drafter))
     config["run"].update({"dir": os.path.join(place, "run"), "max_steps": 2, "epochs": 2, "compute": "fp32"})
     config["target"].update({"path": f"target-{target}", "name": "made-up"})
-    config["target"].pop("layer_ids", None)
+    if own.get("kind") != "eagle3":
+        config["target"].pop("layer_ids", None)
     config["data"].update({"seq_len": 64, "rows_per_step": 3, "train": ["pre_norm.h5"]})
     path = os.path.join(folder, "case.yaml")
     with open(path, "w", encoding="utf-8") as file:
@@ -143,8 +154,9 @@ class Exports:
         out = os.path.join(tempfile.mkdtemp(dir=self.folder), layout)
         must_run(self.dtrain, "export", "--checkpoint", checkpoint, "--format", layout, "--out", out, *words)
         settings = trained.from_checkpoint(checkpoint, os.path.join(self.folder, f"target-{target}"))
-        layout = "speculators" if layout == "speculators" else "zlab"
-        job = {"folder": out, "layout": layout, "block_size": settings["block_size"]}
+        if settings["kind"] == "dflash" and layout == "specforge":
+            layout = "zlab"
+        job = {"folder": out, "layout": layout, "kind": settings["kind"], "block_size": settings.get("block_size") or 2}
         self.jobs[target].append((f"{name} ({layout})", job, settings, differs))
         return out
 
@@ -156,6 +168,25 @@ class Exports:
         for name, (drafter, layout, differs) in ALLOWED.items():
             checkpoint = train(self.dtrain, self.folder, drafter, "untied")
             self.add(f"allowed: {name}", checkpoint, "untied", layout, differs, "--allow-unservable")
+
+    def train_eagle3(self, drafter, target, size):
+        keys = {"kind": "eagle3", **drafter}
+        if size is not None:
+            keys["draft_vocab"] = vocabulary(self.dtrain, self.folder, size)
+        return train(self.dtrain, self.folder, keys, target)
+
+    def add_eagle3(self):
+        for name, (drafter, target, size, layouts) in served_eagle3.SERVED.items():
+            checkpoint = self.train_eagle3(drafter, target, size)
+            for layout in layouts:
+                at_vllm = served_eagle3.DEFAULT_LAYERS if layout == "specforge" else set()
+                self.add(f"{name} {layout}", checkpoint, target, layout, {"vllm": at_vllm, "sglang": set()})
+        for name, (drafter, differs) in served_eagle3.ALLOWED.items():
+            checkpoint = self.train_eagle3(drafter, "untied", None)
+            self.add(f"allowed: {name}", checkpoint, "untied", "specforge", differs, "--allow-unservable")
+        checkpoint = self.train_eagle3({"fc_norm": True, "norm_output": True, "rope_theta": 20000.0}, "untied", 30)
+        for name, (layout, change, differs) in served_eagle3.BROKEN.items():
+            change(self.add(f"broken: eagle3, {name}", checkpoint, "untied", layout, differs))
 
     def add_broken(self):
         checkpoint = train(self.dtrain, self.folder, {**WINDOWS, "rope_theta": 20000.0}, "untied")
@@ -217,6 +248,7 @@ def main():
     parser.add_argument("dtrain", nargs="?", default=os.environ.get("DTRAIN"), help="the binary")
     parser.add_argument("--vllm", default=os.environ.get("DTRAIN_VLLM"))
     parser.add_argument("--sglang", default=os.environ.get("DTRAIN_SGLANG"))
+    parser.add_argument("--kind", choices=["dflash", "eagle3"], help="only drafters of this kind")
     parser.add_argument("--lines", action="store_true", help="print every fact, not only those that differ")
     arguments = parser.parse_args()
     if not arguments.dtrain:
@@ -228,8 +260,11 @@ def main():
         check_traces.write_target(os.path.join(folder, f"target-{kind}"), kind == "untied")
     check_traces.write_shard(os.path.join(folder, "pre_norm.h5"), "pre_norm")
     exports = Exports(os.path.abspath(arguments.dtrain), folder)
-    exports.add_served()
-    exports.add_broken()
+    if arguments.kind != "eagle3":
+        exports.add_served()
+        exports.add_broken()
+    if arguments.kind != "dflash":
+        exports.add_eagle3()
     passed, failed = ask_all(exports, arguments)
     if failed == 0:
         shutil.rmtree(folder)
