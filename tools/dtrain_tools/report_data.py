@@ -74,12 +74,22 @@ def read_metrics(path):
     return lines, notes
 
 
-def number(line, name):
-    """A member as a float; None where it is missing or no number."""
-    value = line.get(name)
+def known(value):
+    """A value as a float; None where it is no number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)
+
+
+def number(line, name):
+    """A member as a float; None where it is missing or no number."""
+    return known(line.get(name))
+
+
+def agreement(line):
+    """Agreement slot by slot of a validation's line, or of a step's; None where it is not known."""
+    acc = line.get("val_acc", line.get("acc"))
+    return [known(value) for value in acc] if isinstance(acc, list) else []
 
 
 # ---- a run -------------------------------------------------------------------------------------------------------
@@ -119,11 +129,10 @@ class Run:
 
     def slots(self, validation):
         """[(slot, share that agrees)] of a validation's line, or of a step's."""
-        acc = validation.get("val_acc", validation.get("acc")) or []
-        return [(k, float(value)) for k, value in enumerate(acc) if value is not None]
+        return [(k, value) for k, value in enumerate(agreement(validation)) if value is not None]
 
     def block_size(self):
-        return len(self.lines[-1].get("val_acc", self.lines[-1].get("acc")) or [])
+        return len(agreement(self.lines[-1]))
 
     def parts(self, lines=None):
         """{part: seconds a step, on average}, with REST; parts that are nothing anywhere are left out."""
@@ -140,8 +149,8 @@ def mean_of_last_tenth(values):
     if not values:
         return None
     last = values[len(values) - (len(values) + 9) // 10:]
-    known = [value for value in last if value is not None]
-    return sum(known) / len(known) if known else None
+    found = [value for value in last if value is not None]
+    return sum(found) / len(found) if found else None
 
 
 def ratio(part, whole):
@@ -159,7 +168,7 @@ def summary(run):
     seconds, block_rows = total("seconds"), total("anchors") * run.block_size()
     memory = [number(line, "memory_bytes") for line in run.steps if number(line, "memory_bytes")]
     flops = total("flops")
-    rated = [line for line in run.steps if number(line, "mfu") and number(line, "seconds")]
+    rated = [line for line in run.steps if number(line, "mfu") and number(line, "flops") and number(line, "seconds")]
     peak_seconds = sum(line["flops"] / line["mfu"] for line in rated)  # operations that the device could have done
     return {
         "step": run.steps[-1]["step"] if run.steps else 0,
@@ -252,9 +261,9 @@ class Report:
         ended = [run for run in runs if run.state is None] or runs
         points = {run.label: (self.score(run.label), self.summaries[run.label]) for run in ended}
         self.fronts = {cost: on_front(points, cost) for cost in ("seconds", "memory_bytes")}
-        known = [label for label in points if points[label][0] is not None]
+        ranked = [label for label in points if points[label][0] is not None]
         # The better one; of equals the one that took less time.
-        self.best = max(known, key=lambda label: (points[label][0], -(points[label][1]["seconds"] or 0.0)),
+        self.best = max(ranked, key=lambda label: (points[label][0], -(points[label][1]["seconds"] or 0.0)),
                         default=None)
 
     def score(self, label):
@@ -442,7 +451,7 @@ def as_json(report):
             "summary": report.summaries[run.label],
             "curves": {name: curve(run.series(name)) for name in CURVES if run.series(name)[0]},
             "validations": {name: curve(run.val_series(name)) for name in VAL_CURVES if run.val_series(name)[0]},
-            "slots": {str(line["step"]): line["val_acc"] for line in run.validations if line.get("val_acc")},
+            "slots": {str(line["step"]): agreement(line) for line in run.validations if agreement(line)},
             "parts": run.parts(),
         } for run in report.runs],
     }

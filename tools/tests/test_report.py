@@ -7,6 +7,7 @@ what it refuses it says in words.
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -128,6 +129,14 @@ class Reading(Folders):
         report = data.open_report([folder])
         self.assertEqual(report.runs[0].series("loss")[0], [1, 2])
         self.assertIn("line 2 is not a line of metrics", report.notes[0])
+
+    def test_members_that_are_no_numbers(self):
+        folder = self.run_folder("odd", [step_line(1, mfu=0.5, loss="x", acc=5), step_line(2, seconds=math.nan, mfu=0.5),
+                                         val_line(2, 1.5, val_acc=[None, math.nan, 1.0], val_loss=math.inf)])
+        report = data.open_report([folder])
+        self.assertEqual(report.runs[0].slots(report.runs[0].validations[0]), [(2, 1.0)])
+        self.assertEqual([report.summaries["odd"][name] for name in ("mfu", "val_loss", "loss")], [None, None, 5.0])
+        json.dumps(data.as_json(report), allow_nan=False)
 
     def test_refusals(self):
         self.fails("nowhere: there is no such folder", self.path("nowhere"))
