@@ -22,6 +22,7 @@ from eagle3_step import make_step
 from golden_cases import BASE, CASES
 from make_golden import DEFAULT_OUT, draw_vocabulary, make_row, make_rows, parameters, resolved
 from make_golden import target_config, target_tensors
+from muon_step import COEFFICIENTS, muon, orthogonal
 from recompute_step import recompute
 from self_check_eagle3 import CHECKS as EAGLE3_CHECKS
 from trace_file import Row, Trace, make_shape, make_target
@@ -217,6 +218,35 @@ def optimizer():
         close(ours, theirs.detach(), 1e-7)  # torch adds 1e-6 to the norm it divides by
 
 
+def muon_iterations():
+    """Muon through singular values, against the same iteration by products, and against torch's bf16 one."""
+    generator = torch.Generator().manual_seed(6)
+    a, b, c = COEFFICIENTS
+    for shape in ((7, 12), (12, 7), (9, 9)):
+        matrix = torch.randn(shape, generator=generator, dtype=torch.float64)
+        x = matrix / matrix.norm()
+        for _ in range(5):
+            gram = x @ x.T
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        close(orthogonal(matrix, 5), x, 1e-9)
+    optimizer = {"kind": "muon", "lr": 0.02, "weight_decay": 0.1, "muon_momentum": 0.95, "muon_ns_steps": 5,
+                 "muon_scale": "adamw_rms"}  # fmt: skip
+    ours = torch.randn(24, 40, generator=generator, dtype=torch.float64)
+    theirs = torch.nn.Parameter(ours.float())
+    library = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    m = torch.zeros_like(ours)
+    for _ in range(3):
+        grad = torch.randn(24, 40, generator=generator, dtype=torch.float64)
+        theirs.grad = grad.float()
+        before = theirs.detach().double()
+        library.step()
+        change = muon(ours, grad, m, optimizer, 0.02, 0.1) - ours
+        m = 0.95 * m + 0.05 * grad
+        error = float((theirs.detach().double() - before - change).norm() / change.norm())
+        assert error <= 3e-2, error  # they iterate in bf16
+        ours = theirs.detach().double()
+
+
 def groups_do_not_matter():
     """Anchors one by one or all together, losses in chunks of any size."""
     config, shape, target, params = model({"loss": {"tv": 1.0, "slot_weight": "dpace"}})
@@ -297,7 +327,7 @@ def golden_files_depend_on_settings():
 
 CHECKS = (
     alignment, candidates, no_leak, packed_is_the_sum, closed_forms, dpace_by_hand, finite_differences, optimizer,
-    groups_do_not_matter, golden_files_depend_on_settings, *EAGLE3_CHECKS,
+    muon_iterations, groups_do_not_matter, golden_files_depend_on_settings, *EAGLE3_CHECKS,
 )  # fmt: skip
 
 
