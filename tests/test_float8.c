@@ -310,7 +310,9 @@ static void must_train_the_same(const char *set, const char *more)
     run_fixture_set(&runs, more != NULL ? more : none);
     assert_int_equal(run_train(&runs, "twin", NULL), 0);
     assert_int_equal(run_train(&runs, "codes", "--set", "data.train=[train8.h5]", NULL), 0);
-    run_must_equal(&runs, "twin", "codes", RUN_STEPS);
+    // Codes take fewer bytes than what they stand for.
+    static const char *const bytes[] = {"read_bytes", "planned_bytes", NULL};
+    run_must_equal_but(&runs, "twin", "codes", RUN_STEPS, bytes);
 }
 
 static void training_equals_bf16(void **state)

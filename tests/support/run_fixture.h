@@ -55,5 +55,8 @@ const char *run_checkpoint(const struct run_fixture *fixture, const char *name, 
 // Fails when two run folders do not hold the same metrics lines and the same state at `step`.
 void run_must_equal(const struct run_fixture *fixture, const char *first, const char *second,
                     int64_t step);
+// The same but for some members of the lines, NULL at the end.
+void run_must_equal_but(const struct run_fixture *fixture, const char *first, const char *second,
+                        int64_t step, const char *const *members);
 
 #endif
