@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -244,6 +245,22 @@ static void done_points_stay(void **state)
     free(before);
     assert_int_equal(sweep("beside", GRID, "--parallel", "2", NULL), 0);
     tables_must_agree("alone", "beside");
+    assert_int_equal(
+        program_run(run_path(&fixture, "shown.out"),
+                    (const char *const[]){"sweep", "--show", run_path(&fixture, "beside"), NULL}),
+        0);
+    run_must_say(&fixture, "shown", "not running\nall points are done\n");
+}
+
+// What is left of a point's numbers is not taken for all of them.
+static void lost_metrics_are_told(void **state)
+{
+    (void)state;
+    char *metrics = memory_strdup(run_path(&fixture, "beside/%s/metrics.jsonl", point_names[1]));
+    assert_int_equal(truncate(metrics, 40), 0);
+    assert_int_equal(sweep("beside", GRID, NULL), 0);
+    run_must_say(&fixture, "beside", "metrics.jsonl: tells of 0 of 20 steps");
+    free(metrics);
 }
 
 // A sweep of its own folder whose first point's run is held in the middle: *run. On a busy machine the run may
@@ -369,6 +386,20 @@ static void equal_time(void **state)
 
 // ---- points that are left out --------------------------------------------------------------------
 
+// A measurement takes more steps than the config gives, and tells no time when it was cut short.
+static void killed_measurement_fails(void **state)
+{
+    (void)state;
+    struct program program = {0};
+    const char *run = run_path(&fixture, "unmeasured/max_anchors=16/measured");
+    start(&program, "unmeasured", "--grid", "max_anchors=16", "--equal", "time=100000", "--set",
+          "run.max_steps=3", NULL);
+    program_wait_step(&program, run, 4, LIMIT);
+    kill(holder("unmeasured", "max_anchors=16/measured"), SIGKILL);
+    assert_int_equal(program_wait(&program, LIMIT), 1);
+    run_must_say(&fixture, "unmeasured", "max_anchors=16: failed: was ended by signal 9");
+}
+
 static void too_large_is_left_out(void **state)
 {
     (void)state;
@@ -420,6 +451,15 @@ static void without_validation(void **state)
     assert_string_equal(member(root, "best")->valuestring,
                         member(point_at(root, best), "point")->valuestring);
     cJSON_Delete(root);
+}
+
+static void more_at_a_time_than_points(void **state)
+{
+    (void)state;
+    assert_int_equal(sweep("many", "--grid", "max_anchors=16,48", "--plan-only", "--set",
+                           "parallel.threads=0", "--parallel", "4294967296", NULL),
+                     0);
+    run_must_say(&fixture, "many", "2 points at a time with ");
 }
 
 // ---- refusals ------------------------------------------------------------------------------------
@@ -498,13 +538,16 @@ int main(void)
         cmocka_unit_test(left_alone),
         cmocka_unit_test(kills_change_nothing),
         cmocka_unit_test(done_points_stay),
+        cmocka_unit_test(lost_metrics_are_told),
         cmocka_unit_test(killed_run_is_tried_again),
         cmocka_unit_test(stopped_run_stops_all),
         cmocka_unit_test(equal_anchors),
         cmocka_unit_test(equal_time),
+        cmocka_unit_test(killed_measurement_fails),
         cmocka_unit_test(too_large_is_left_out),
         cmocka_unit_test(failed_point_is_told),
         cmocka_unit_test(without_validation),
+        cmocka_unit_test(more_at_a_time_than_points),
         cmocka_unit_test(bad_grids_are_refused),
         cmocka_unit_test(another_sweep_is_refused),
         cmocka_unit_test(second_sweep_is_refused),

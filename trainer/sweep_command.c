@@ -152,7 +152,10 @@ static void divide_threads(struct sweep *sweep)
 static int divide_machine(struct sweep *sweep, struct error *err)
 {
     int gpus = sweep->config.run.device == DEVICE_CPU ? 0 : backend_cuda_count();
-    sweep->parallel = sweep->options->parallel > 0 ? (int)sweep->options->parallel : 1;
+    long long wanted = sweep->options->parallel > 0 ? sweep->options->parallel : 1;
+    size_t points = sweep_grid_points(&sweep->grid);
+    // What no point would use is not set aside.
+    sweep->parallel = wanted < (long long)points ? (int)wanted : (int)points;
     if (gpus > 0)
         return divide_gpus(sweep, gpus, err);
     divide_threads(sweep);
@@ -193,6 +196,14 @@ static bool all_fit(const struct sweep *sweep)
 {
     for (size_t i = 0; i < sweep->point_count; i++)
         if (sweep->points[i].state == SWEEP_TOO_LARGE)
+            return false;
+    return true;
+}
+
+static bool all_done(const struct sweep *sweep)
+{
+    for (size_t i = 0; i < sweep->point_count; i++)
+        if (sweep->points[i].state != SWEEP_DONE)
             return false;
     return true;
 }
@@ -288,7 +299,9 @@ static int show(const struct options *options)
         char *progress = sweep_progress_text(&sweep);
         printf("%s: %s%s\n", options->show, holder != NULL ? "in use by " : "not running",
                holder != NULL ? holder : "");
-        printf("%s\n", holder != NULL ? progress : "the same command goes on with it");
+        printf("%s\n", holder != NULL     ? progress
+                       : all_done(&sweep) ? "all points are done"
+                                          : "the same command goes on with it");
         sweep_table_print(&sweep, stdout);
         free(progress);
         free(holder);

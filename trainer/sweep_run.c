@@ -13,6 +13,7 @@
 #include "base/timer.h"
 #include "trainer/files.h"
 #include "trainer/folder_lock.h"
+#include "trainer/run_end.h"
 #include "trainer/sweep.h"
 
 // A stopped run has to write a checkpoint; what a killed sweep has left has to be gone.
@@ -171,13 +172,18 @@ static void fail(struct sweep_point *point, int status)
     log_error("%s: %s", point->name, point->reason);
 }
 
+static bool is_measured(const struct sweep *sweep, const struct sweep_watch *watch)
+{
+    return watch->counted >= MEASURED_STEPS && watch->seconds >= measured_share * sweep->budget;
+}
+
 // The steps that the budget holds; the point then starts anew, to take them.
 static void conclude_measurement(struct sweep *sweep, struct sweep_point *point, int status)
 {
     const struct sweep_watch *watch = &point->watch;
     struct error err = {""};
     point->measuring = false;
-    if (watch->counted == 0 || !(watch->seconds > 0.0)) {
+    if (!is_measured(sweep, watch)) {
         fail(point, status);
         return;
     }
@@ -191,6 +197,17 @@ static void conclude_measurement(struct sweep *sweep, struct sweep_point *point,
         sweep_point_become(point, SWEEP_FAILED, memory_strdup(err.text));
 }
 
+// A run never takes steps back that its finished.json tells of: then its metrics were lost since.
+static void warn_of_lost_metrics(const struct sweep_point *point)
+{
+    struct run_end end;
+    if (point->state == SWEEP_DONE && run_end_read(point->folder, &end) &&
+        point->result.step < end.step)
+        log_warn("%s/metrics.jsonl: tells of %lld of %lld steps, and so does the table; remove the "
+                 "point's folder to have it run anew",
+                 point->folder, (long long)point->result.step, (long long)end.step);
+}
+
 static void conclude_run(struct sweep *sweep, struct sweep_point *point, int status)
 {
     bool exited = WIFEXITED(status);
@@ -198,6 +215,7 @@ static void conclude_run(struct sweep *sweep, struct sweep_point *point, int sta
         sweep_point_become(point, SWEEP_DONE, NULL);
         sweep_result_read(&point->result, point->folder, point->block_size, &sweep->drafts);
         log_info("%s: done, %lld steps", point->name, (long long)point->result.step);
+        warn_of_lost_metrics(point);
     } else if ((exited && WEXITSTATUS(status) == EXIT_STOPPED) || sweep->signals > 0) {
         sweep_point_become(point, SWEEP_STOPPED, NULL);
         log_info("%s: stopped at step %lld", point->name, (long long)point->watch.step);
@@ -266,9 +284,7 @@ static void end_point(struct sweep *sweep, struct sweep_point *point, int status
 static void look(struct sweep *sweep, struct sweep_point *point)
 {
     read_watch(point);
-    const struct sweep_watch *watch = &point->watch;
-    if (point->measuring && watch->counted >= MEASURED_STEPS &&
-        watch->seconds >= measured_share * sweep->budget)
+    if (point->measuring && is_measured(sweep, &point->watch))
         kill(point->pid, SIGKILL);
 }
 
@@ -326,6 +342,8 @@ static int exit_status(const struct sweep *sweep)
 int sweep_run(struct sweep *sweep)
 {
     sweep_table_read(sweep); // of points that are done
+    for (size_t i = 0; i < sweep->point_count; i++)
+        warn_of_lost_metrics(&sweep->points[i]);
     for (;;) {
         bool left = sweep->signals == 0 && start_points(sweep);
         if (!left && running(sweep) == 0)

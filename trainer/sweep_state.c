@@ -189,7 +189,7 @@ static void decide(const struct sweep *sweep, const struct sweep_point *point,
 {
     size_t available = 0, total = 0;
     set_text(&config->run.dir, memory_strdup(point->folder));
-    if (point->steps > 0)
+    if (point->steps > 0 || sweep->equal == SWEEP_EQUAL_TIME) // 0: a measurement ends by its time
         config->run.max_steps = point->steps;
     if (sweep->equal == SWEEP_EQUAL_TIME)
         config->run.epochs = SWEEP_MANY_EPOCHS;
