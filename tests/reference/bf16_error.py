@@ -22,7 +22,8 @@ import sys
 import torch
 from torch.nn import functional as f
 
-from dflash_step import Step, attention_mask, inverse_frequencies, mixture, positions_of, term_weights
+from dflash_step import attention_mask, inverse_frequencies, mixture, positions_of, term_weights
+from eagle3_step import chain_mask, fed_tokens, make_step
 from trace_file import Refused, Trace, make_shape, read_target
 
 
@@ -35,7 +36,7 @@ def load(path, arguments):
     trace, device = Trace(path), arguments.device
     if trace.config["run"]["compute"] != "bf16":
         raise Refused("the trace is not of a bf16 step")
-    if trace.config["loss"]["slot_weight"] == "dpace":
+    if trace.config["loss"].get("slot_weight") == "dpace":
         raise Refused("D-PACE weights follow each side's own student: their gradients are not comparable")
     target = read_target(arguments.target) if arguments.target else trace.own_target()
     if target is None:
@@ -82,6 +83,18 @@ class Autocast:
         self.params = {n: p.to(torch.float32).requires_grad_(True) for n, p in params.items()}
         self.embed, self.head = step.target.embed.to(torch.float32), step.target.head.to(torch.float32)
 
+    def attend(self, q, k, v, mask):
+        """q [rows, heads, head_dim], k and v [keys, kv_heads, head_dim]"""
+        q, k, v = (y.transpose(0, 1)[None] for y in (q, k, v))
+        repeat = self.shape.heads // self.shape.kv_heads
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+        return f.scaled_dot_product_attention(q, k, v, attn_mask=mask)[0].transpose(0, 1).flatten(1)
+
+    def mlp(self, index, x):
+        weight = [self.params[f"layers.{index}.mlp.{n}_proj.weight"] for n in ("gate", "up", "down")]
+        m = norm(x, self.params[f"layers.{index}.post_attention_layernorm.weight"], self.shape.eps)
+        return x + f.linear(f.silu(f.linear(m, weight[0])) * f.linear(m, weight[1]), weight[2])
+
     def layer(self, index, x, context, context_positions, block_positions, mask):
         p, shape = self.params, self.shape
 
@@ -100,17 +113,11 @@ class Autocast:
         k = norm(heads(k, shape.kv_heads), weight("self_attn.k_norm"), shape.eps)
         q = rotate(q, block_positions, shape, self.rope_type)
         k = rotate(k, torch.cat([context_positions, block_positions]), shape, self.rope_type)
-        q, k, v = (y.transpose(0, 1)[None] for y in (q, k, heads(v, shape.kv_heads)))
-        repeat = shape.heads // shape.kv_heads
-        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-        out = f.scaled_dot_product_attention(q, k, v, attn_mask=mask)[0].transpose(0, 1).flatten(1)
-        x = x + f.linear(out, weight("self_attn.o_proj"))
-        m = norm(x, weight("post_attention_layernorm"), shape.eps)
-        gate = f.silu(f.linear(m, weight("mlp.gate_proj")))
-        return x + f.linear(gate * f.linear(m, weight("mlp.up_proj")), weight("mlp.down_proj"))
+        out = self.attend(q, k, heads(v, shape.kv_heads), mask)
+        return self.mlp(index, x + f.linear(out, weight("self_attn.o_proj")))
 
     def hidden(self, r, anchors, places):
-        shape, row, p = self.shape, self.step.rows[r], self.params
+        shape, row, p, anchors = self.shape, self.step.rows[r], self.params, torch.tensor(anchors)
         positions, block = positions_of(row), shape.block_size
         ids = torch.full((len(anchors), block), shape.mask_token_id)
         ids[:, 0] = row.input_ids[anchors]
@@ -123,11 +130,17 @@ class Autocast:
             x = self.layer(i, x, context, positions, block_positions, masks[kind])
         return norm(x, p["norm.weight"], shape.eps)[places]
 
-    def logits(self, hidden):
+    def logits(self, hidden, head):
         if self.logits_type == torch.bfloat16:
-            return f.linear(hidden, self.head)
+            return f.linear(hidden, head)
         with torch.autocast(hidden.device.type, enabled=False):  # bf16 factors, fp32 sums kept
-            return f.linear(hidden.to(torch.bfloat16).to(torch.float32), self.head)
+            return f.linear(hidden.to(torch.bfloat16).to(torch.float32), head)
+
+    def student_head(self):
+        return self.head
+
+    def losses(self, m, student, teacher):
+        return mixture(term_weights(self.step.loss), student, teacher, self.step.labels[m], self.step.loss["lk_eta"])
 
     def teacher(self, m):
         step = self.step
@@ -135,25 +148,82 @@ class Autocast:
         hidden = torch.stack([step.rows[r].last_hidden[t] for r, t in places]).to(torch.bfloat16)
         if step.last_hidden == "pre_norm":
             hidden = norm(hidden, step.target.norm.to(torch.float32), step.target.norm_eps)
-        return self.logits(hidden)
+        return self.logits(hidden, self.head)
 
     def backward(self):
-        step, terms = self.step, term_weights(self.step.loss)
+        step = self.step
         for r, anchors, members, places in step.groups():
             with torch.autocast(step.target.embed.device.type, dtype=torch.bfloat16):
-                hidden = self.hidden(r, torch.tensor(anchors), places)
+                hidden = self.hidden(r, anchors, places)
                 leaf = hidden.detach().requires_grad_(True)
                 total = torch.zeros((), dtype=torch.float32)
                 for i in range(0, len(members), step.chunk):
                     m = members[i : i + step.chunk]
-                    student = self.logits(leaf[i : i + step.chunk]).to(torch.float32)
+                    student = self.logits(leaf[i : i + step.chunk], self.student_head()).to(torch.float32)
                     with torch.no_grad():
                         teacher = self.teacher(m).to(torch.float32) if step.has_teacher else None
-                    losses = mixture(terms, student, teacher, step.labels[m], step.loss["lk_eta"])
+                    losses = self.losses(m, student, teacher)
                     total = (step.weight[m].to(torch.float32) * losses).sum() / step.divisor
                     total.backward()
             hidden.backward(leaf.grad)
         return {n: p.grad for n, p in self.params.items()}
+
+
+class Eagle3Autocast(Autocast):
+    """The same of EAGLE-3: every position of a row through every ttt_step. What fc gives is bf16, and so the residual stream."""
+
+    def __init__(self, step, params, logits_type, rope_type):
+        super().__init__(step, params, logits_type, rope_type)
+        self.head = self.head[step.kept]  # of teacher and frozen student
+
+    def student_head(self):
+        return self.params["lm_head.weight"] if self.shape.trainable_head else self.head
+
+    def losses(self, m, student, teacher):
+        return self.step._losses(m, student, teacher)
+
+    def fuse(self, row):
+        p, shape, x = self.params, self.shape, row.features.to(torch.bfloat16)
+        if shape.norm_before_fc:
+            x = norm(x.flatten(1), p["input_norm.weight"], shape.eps).view(x.shape)
+        if shape.fc_norm:
+            parts = [norm(y, p[f"fc_norm.{i}.weight"], shape.eps) for i, y in enumerate(x.unbind(1))]
+            x = torch.stack(parts, dim=1)
+        return f.linear(x.flatten(1), p["fc.weight"])
+
+    def ttt_layer(self, index, x, embedded, positions, keys, values, mask):
+        shape = self.shape
+
+        def weight(name):
+            return self.params[f"layers.{index}.{name}.weight"]
+
+        def heads(name, count):
+            y = f.linear(n, weight(f"self_attn.{name}_proj")).unflatten(-1, (count, shape.head_dim))
+            return norm(y, weight(f"self_attn.{name}_norm"), shape.eps) if name != "v" and shape.head_norms else y
+
+        n = norm(x, weight("input_layernorm" if index else "hidden_norm"), shape.eps)
+        residual = n if index == 0 and shape.norm_before_residual else x
+        if index == 0:
+            n = torch.cat([norm(embedded, weight("input_layernorm"), shape.eps), n], dim=-1)
+        q = rotate(heads("q", shape.heads), positions, shape, self.rope_type)
+        keys.append(rotate(heads("k", shape.kv_heads), positions, shape, self.rope_type))
+        values.append(heads("v", shape.kv_heads))
+        out = self.attend(q, torch.cat(keys), torch.cat(values), mask)
+        return self.mlp(index, residual + f.linear(out, weight("self_attn.o_proj")))
+
+    def hidden(self, r, _, places):
+        shape, row = self.shape, self.step.rows[r]
+        h, result = self.fuse(row), []
+        keys, values = [[] for _ in shape.layer_types], [[] for _ in shape.layer_types]
+        for i in range(shape.ttt_steps):
+            embedded, positions = self.embed[fed_tokens(row, i)], positions_of(row) + 1 + i
+            for l, kind in enumerate(shape.layer_types):
+                mask = chain_mask(row, shape, i, kind)
+                h = self.ttt_layer(l, h, embedded, positions, keys[l], values[l], mask)
+            result.append(norm(h, self.params["norm.weight"], shape.eps))
+            if shape.norm_output:
+                h = result[-1]
+        return torch.stack(result)[places[:, 0], places[:, 1]]
 
 
 # ---- comparing
@@ -190,10 +260,12 @@ def gradients(path, arguments):
     """(trace, reference's gradients, autocast's gradients)"""
     trace, shape, target, rows, params = load(path, arguments)
     weights = {n: round_bf16(p) for n, p in params.items()} if arguments.reference == "rounded" else params
-    step = Step(trace.config, shape, target, rows, weights, trace.metadata.get("last_hidden"), group=1 << 20)
+    last_hidden = trace.metadata.get("last_hidden")
+    step = make_step(trace.config, shape, target, rows, weights, last_hidden, trace.kept_ids(), group=1 << 20)
     reference = step.gradients()
     kinds = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    autocast = Autocast(step, params, kinds[arguments.logits], kinds[arguments.rope]).backward()
+    network = Eagle3Autocast if trace.config["drafter"]["kind"] == "eagle3" else Autocast
+    autocast = network(step, params, kinds[arguments.logits], kinds[arguments.rope]).backward()
     return trace, reference, autocast
 
 

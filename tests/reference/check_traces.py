@@ -28,6 +28,8 @@ VOCAB, HIDDEN = 97, 32
 SHARD_LAYERS = [1, 2, 3, 5, 6]
 HERE = os.path.dirname(os.path.abspath(__file__))
 BF16_TOLERANCE = 5e-2
+# Three layers six times in a row: PyTorch's autocast is off by 0.15 there (bf16_error.py).
+BF16_TOLERANCES = {"eagle3_three_layers": 0.2}
 
 # What speculators can follow, beside the golden cases.
 LIKE_SPECULATORS = {"slot_mask": "each", "normalize": "count"}
@@ -176,7 +178,7 @@ def check(name, case, arguments, folder):
     status, output = run([arguments.dtrain, "trace", "--config", config, "--out", trace])
     if status != 0:
         return [f"dtrain trace: status {status}\n{output}"]
-    tolerance = ["--tol", str(BF16_TOLERANCE)] if arguments.bf16 else []
+    tolerance = ["--tol", str(BF16_TOLERANCES.get(name, BF16_TOLERANCE))] if arguments.bf16 else []
     faults = []
     programs = ["recompute_step.py"]
     if speculators_script(case) and not arguments.bf16:
