@@ -183,6 +183,14 @@ void eagle3_embedding_backward(struct eagle3 *e, const struct backend *backend,
 
 // ---- the context ---------------------------------------------------------------------------------
 
+// Beyond the document nothing is scored or seen, so any token will do; but gradients by token are added for
+// all rows at once, so no two positions may read the same one: the document begins again.
+int32_t eagle3_token(const struct row *row, int32_t t, int64_t step)
+{
+    int64_t first = row->doc_offsets[row->doc_of[t]], end = row->doc_offsets[row->doc_of[t] + 1];
+    return (int32_t)(first + (t + 1 + step - first) % (end - first));
+}
+
 // What step 0 of every position reads, and (several layers) sees.
 static void context_inputs(struct eagle3 *e, const struct backend *backend, struct stream *stream)
 {
@@ -195,8 +203,7 @@ static void context_inputs(struct eagle3 *e, const struct backend *backend, stru
     size_t bytes = (size_t)tokens * sizeof(int32_t);
     memcpy(ids, row->input_ids, bytes);
     for (int32_t t = 0; t < tokens; t++) {
-        // The last position of a document has no next token, and nobody sees its keys.
-        next[t] = t + 1 < row->doc_offsets[row->doc_of[t] + 1] ? t + 1 : t;
+        next[t] = eagle3_token(row, t, 0);
         places[t] = row->positions[t] + 1;
         context_range_ttt(row, t, 0, 0, &full[t], &end[t]);
         context_range_ttt(row, t, 0, s->window, &sliding[t], &end[t]);

@@ -352,8 +352,7 @@ static void group_inputs(struct eagle3 *e, const struct backend *backend, struct
         for (int64_t k = 0; k < count; k++, r++) {
             int32_t t = anchors[k] - 1;
             BUG_UNLESS(t >= 0 && row->positions[anchors[k]] > 0);
-            int64_t last = row->doc_offsets[row->doc_of[t] + 1] - 1, read = t + 1 + i;
-            token[r] = (int32_t)(read < last ? read : last);
+            token[r] = eagle3_token(row, t, i);
             places[r] = row->positions[t] + 1 + (int32_t)i;
             context_range_ttt(row, t, i, 0, &full[r], &end[r]);
             context_range_ttt(row, t, i, s->window, &sliding[r], &end[r]);

@@ -102,6 +102,9 @@ struct diagonal eagle3_diagonal(const struct eagle3 *e, const struct eagle3_pass
 void eagle3_step_input(const struct eagle3 *e, const struct backend *backend,
                        struct stream *stream);
 
+// The position whose embedding position t reads at a step. Positions of one step read different ones.
+int32_t eagle3_token(const struct row *row, int32_t t, int64_t step);
+
 // Of the context: g and the embedding's part, and their backward passes.
 void eagle3_features_forward(struct eagle3 *e, const struct backend *backend,
                              struct stream *stream);

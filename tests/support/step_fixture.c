@@ -70,6 +70,27 @@ static void forced_context_load(struct stream *stream, const struct context_load
     free(values);
 }
 
+// Rows are added to at once: of two that are added to the same, one may be lost.
+static void distinct_add_rows(struct stream *stream, const struct add_rows *op)
+{
+    if (op->index != NULL) {
+        int32_t *index = memory_alloc((size_t)op->rows, sizeof(*index));
+        bool *taken = memory_alloc((size_t)op->out_rows, sizeof(*taken));
+        below()->copy_out(stream, index, op->index, (size_t)op->rows * sizeof(*index));
+        below()->sync(stream);
+        for (int64_t i = 0; i < op->rows; i++) {
+            if (index[i] < 0 || index[i] >= op->out_rows || taken[index[i]])
+                fail_msg("row %lld is added to row %d, which another one is added to or which does "
+                         "not exist",
+                         (long long)i, index[i]);
+            taken[index[i]] = true;
+        }
+        free(index);
+        free(taken);
+    }
+    below()->kernels->add_rows(stream, op);
+}
+
 // All ones is NaN in fp32, bf16 and fp64: what is read before it is written shows.
 static void *poisoned_alloc(size_t bytes)
 {
@@ -92,6 +113,7 @@ const struct backend *step_fixture_backend(void)
     kernels = *below()->kernels;
     kernels.gemm = counted_gemm;
     kernels.context_load = forced_context_load;
+    kernels.add_rows = distinct_add_rows;
     backend = *below();
     backend.kernels = &kernels;
     backend.alloc = poisoned_alloc;
