@@ -172,6 +172,16 @@ static void other_maps_are_refused(void **state)
     make_map("foreign", "24", "val.h5");
     assert_int_equal(
         run_train(&fixture, "whole", "--set", "drafter.draft_vocab=other.safetensors", NULL), 2);
+    // Another one under the name of the run's own.
+    make_map("map", "23", "train.h5");
+    assert_int_equal(train("whole", "run.max_steps=21"), 2);
+    run_must_say(&fixture, "whole", "was trained with a map of 24 tokens, and the one in use");
+    assert_int_equal(run_command(&fixture, "score", true, "eval", "--checkpoint",
+                                 run_checkpoint(&fixture, "whole", RUN_STEPS), "--set",
+                                 "drafter.draft_vocab=map.safetensors", NULL),
+                     2);
+    run_must_say(&fixture, "score", "was trained with a map of 24 tokens, and the one in use");
+    make_map("map", "24", "train.h5");
     assert_int_equal(
         run_train(&fixture, "new", "--set", "drafter.draft_vocab=foreign.safetensors", NULL), 2);
     run_must_say(&fixture, "new", "drafter.draft_vocab");

@@ -112,6 +112,30 @@ static int compare_target_defaults(const char *checkpoint, const struct session 
     return status;
 }
 
+// The map's file may have been replaced under its name: the checkpoint's own export has the tables that it
+// was trained with, but for a map that keeps every token.
+static int compare_map(const char *checkpoint, const struct session *session, struct error *err)
+{
+    struct safetensors model;
+    struct vocab_map map = {0};
+    const struct vocab_map *now = &session->map;
+    if (!session->has_map || now->draft_size == now->vocab_size)
+        return 0;
+    char *path = memory_format("%s/model.safetensors", checkpoint);
+    int status = safetensors_open(&model, path, err);
+    if (status == 0)
+        status = vocab_map_tables(&map, &model, err);
+    if (status == 0 && vocab_map_hash(&map) != vocab_map_hash(now))
+        status = error_set(err,
+                           "drafter.draft_vocab: %s was trained with a map of %lld tokens, and the "
+                           "one in use keeps others (%lld)",
+                           checkpoint, (long long)map.draft_size, (long long)now->draft_size);
+    vocab_map_release(&map);
+    safetensors_close(&model);
+    free(path);
+    return status;
+}
+
 int resume_check_drafter(const char *checkpoint, const struct session *session, struct error *err)
 {
     char *path = memory_format("%s/config.yaml", checkpoint);
@@ -124,6 +148,8 @@ int resume_check_drafter(const char *checkpoint, const struct session *session, 
         status = compare_layers(checkpoint, session, err);
     if (status == 0)
         status = compare_target_defaults(checkpoint, session, err);
+    if (status == 0)
+        status = compare_map(checkpoint, session, err);
     config_release(&before);
     free(path);
     return status;
@@ -271,7 +297,8 @@ int resume_find(struct resume *resume, const struct run_folder *folder, struct s
     }
     if (compare_config(resume, session, err) != 0 ||
         compare_layers(resume->path, session, err) != 0 ||
-        compare_target_defaults(resume->path, session, err) != 0)
+        compare_target_defaults(resume->path, session, err) != 0 ||
+        compare_map(resume->path, session, err) != 0)
         return -1;
     return obey_frozen(resume, session, err);
 }
