@@ -262,7 +262,7 @@ def time_of_run(report, styles):
     run = report.runs[0]
     figure, axes = start("Where a step's time goes", unit="a step")
     middles, parts = data.binned_parts(run)
-    if len(middles) > 1:
+    if len(middles) > 1 and parts:
         axes.stackplot(middles, list(parts.values()), colors=[PART_COLOURS[part] for part in parts], linewidth=0,
                        labels=[PART_NAMES[part] for part in parts])
     axes.yaxis.set_major_formatter(FuncFormatter(format_seconds))

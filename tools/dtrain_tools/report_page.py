@@ -219,7 +219,7 @@ def page(report, drawn):
     parts = []
     for section, title in SECTIONS:
         inside = [(figure, plot) for figure, plot in drawn if figure.section == section]
-        if section == "best" and len(report.runs) > 1:
+        if section == "best" and (len(report.runs) > 1 or report.missing):
             parts.append(f"<h2>{title}</h2>{table(report)}<p></p>")
         elif inside:
             parts.append(f"<h2>{title}</h2>")

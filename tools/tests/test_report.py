@@ -282,10 +282,22 @@ class Drawing(Comparing):
         self.assertIn("front: time, memory", rows[0])
         self.assertFalse(any('class="mark' in row for row in rows[1:]))
 
+    def test_table_of_one_point_and_those_that_do_not_fit(self):
+        self.usual("sweep/size=4")
+        points = [{"name": "size=4", "state": "done"}, {"name": "size=8", "state": "does not fit", "reason": "needs 9 GiB"}]
+        with open(self.path("sweep", "sweep.json"), "w", encoding="utf-8") as file:
+            json.dump({"grid": [{"key": "a.size", "values": ["4", "8"]}], "points": points}, file)
+        self.assertIn("does not fit: needs 9 GiB</td>", self.page(data.open_report([self.path("sweep")])))
+
     def test_names_are_text(self):
         folder = self.usual("<script>alert(1)<&script>")
         page = self.page(data.open_report([folder]))
         self.assertFalse("<script>alert" in page)
+
+    def test_steps_of_no_time(self):
+        lines = [{name: value for name, value in step_line(step, seconds=0.0).items() if "_seconds" not in name}
+                 for step in (1, 2)]
+        self.drawn(data.open_report([self.run_folder("timeless", lines)]))
 
     def test_a_run_of_one_step(self):
         self.page(data.open_report([self.run_folder("r", [step_line(1)])]))
