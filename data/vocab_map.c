@@ -206,6 +206,8 @@ static int check_origin(const struct vocab_map *map, const struct documents *doc
 
 static int check_tables(struct vocab_map *map, const char *path, struct error *err)
 {
+    if (map->draft_size < 1)
+        return error_set(err, "%s: d2t is empty; a draft vocabulary has a token at least", path);
     for (int64_t v = 0; v < map->vocab_size; v++)
         if (map->t2d[v] > 1)
             return error_set(err, "%s: t2d[%lld] is %d", path, (long long)v, map->t2d[v]);

@@ -181,6 +181,9 @@ static void other_maps_are_refused(void **state)
                                  "drafter.draft_vocab=map.safetensors", NULL),
                      2);
     run_must_say(&fixture, "score", "was trained with a map of 24 tokens, and the one in use");
+    make_map("map", "64", "train.h5");
+    assert_int_equal(train("whole", "run.max_steps=21"), 2);
+    run_must_say(&fixture, "whole", "was trained with a map of 24 tokens, and the one in use");
     make_map("map", "24", "train.h5");
     assert_int_equal(
         run_train(&fixture, "new", "--set", "drafter.draft_vocab=foreign.safetensors", NULL), 2);
@@ -189,6 +192,24 @@ static void other_maps_are_refused(void **state)
     run_must_say(&fixture, "new", "drafter.sliding_window: 3 is less than drafter.ttt_steps");
     assert_int_equal(train("new", "drafter.norm_before_fc=true"), 2);
     run_must_say(&fixture, "new", "drafter.fc_norm: given together with drafter.norm_before_fc");
+}
+
+// A checkpoint of a map of every token holds no tables.
+static void a_map_of_every_token_is_one_too(void **state)
+{
+    (void)state;
+    static const char own[] = "drafter.draft_vocab=all.safetensors";
+    make_map("all", "64", "train.h5");
+    for (int steps = 2; steps <= 4; steps += 2) {
+        int status = run_train(&fixture, "all", "--set", own, "--set",
+                               steps == 2 ? "run.max_steps=2" : "run.max_steps=4", NULL);
+        assert_int_equal(status, 0);
+    }
+    make_map("all", "63", "train.h5");
+    assert_int_equal(run_command(&fixture, "all-scored", true, "eval", "--checkpoint",
+                                 run_checkpoint(&fixture, "all", 4), "--set", own, NULL),
+                     2);
+    run_must_say(&fixture, "all-scored", "was trained with a map of 64 tokens, and the one in use");
 }
 
 // One document that fills a row.
@@ -218,9 +239,13 @@ static void long_rows(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(reports_what_it_learns), cmocka_unit_test(killed_and_continued),
-        cmocka_unit_test(scored_as_in_training),  cmocka_unit_test(two_ranks_are_one),
-        cmocka_unit_test(other_maps_are_refused), cmocka_unit_test(long_rows),
+        cmocka_unit_test(reports_what_it_learns),
+        cmocka_unit_test(killed_and_continued),
+        cmocka_unit_test(scored_as_in_training),
+        cmocka_unit_test(two_ranks_are_one),
+        cmocka_unit_test(other_maps_are_refused),
+        cmocka_unit_test(a_map_of_every_token_is_one_too),
+        cmocka_unit_test(long_rows),
     };
     return cmocka_run_group_tests(tests, open_all, close_all);
 }

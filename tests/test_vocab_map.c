@@ -210,17 +210,21 @@ static void tables_that_contradict_are_refused(void **state)
 {
     const struct place *place = *state;
     static const char *const words[] = {"t2d keeps 5 tokens, d2t has 4", "d2t[3] is 5",
-                                        "t2d[0] is 2"};
+                                        "t2d[0] is 2", "d2t is empty"};
     static const int64_t counts[VOCAB] = {4, 0, 9, 2, 0, 0, 0, 3, 0, 0};
     struct documents documents;
     open_data(place, "a.h5", "t", VOCAB, 8, ids_a, mask_a, &documents);
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 4; i++) {
         struct vocab_map map, read;
         struct error err = {""};
         make(&map, counts, 4);
         map.t2d[9] = i == 0;
         map.d2t[3] += i == 1;
         map.t2d[0] = i == 2 ? 2 : 1;
+        if (i == 3) {
+            map.draft_size = 0;
+            memset(map.t2d, 0, VOCAB);
+        }
         assert_int_equal(vocab_map_write(&map, &documents, place->map_path, &err), 0);
         assert_int_equal(vocab_map_read(&read, &documents, true, place->map_path, &err), -1);
         if (strstr(err.text, words[i]) == NULL)

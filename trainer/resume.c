@@ -113,23 +113,26 @@ static int compare_target_defaults(const char *checkpoint, const struct session 
 }
 
 // The map's file may have been replaced under its name: the checkpoint's own export has the tables that it
-// was trained with, but for a map that keeps every token.
+// was trained with. Where it has none, every token was kept.
 static int compare_map(const char *checkpoint, const struct session *session, struct error *err)
 {
     struct safetensors model;
     struct vocab_map map = {0};
     const struct vocab_map *now = &session->map;
-    if (!session->has_map || now->draft_size == now->vocab_size)
+    if (!session->has_map) // as then, or the config would differ
         return 0;
     char *path = memory_format("%s/model.safetensors", checkpoint);
     int status = safetensors_open(&model, path, err);
-    if (status == 0)
+    if (status == 0 && safetensors_find(&model, "d2t") != NULL)
         status = vocab_map_tables(&map, &model, err);
-    if (status == 0 && vocab_map_hash(&map) != vocab_map_hash(now))
+    int64_t kept = map.draft_size > 0 ? map.draft_size : now->vocab_size;
+    bool both_all = kept == now->vocab_size && now->draft_size == now->vocab_size;
+    if (status == 0 && !both_all &&
+        (kept != now->draft_size || vocab_map_hash(&map) != vocab_map_hash(now)))
         status = error_set(err,
                            "drafter.draft_vocab: %s was trained with a map of %lld tokens, and the "
                            "one in use keeps others (%lld)",
-                           checkpoint, (long long)map.draft_size, (long long)now->draft_size);
+                           checkpoint, (long long)kept, (long long)now->draft_size);
     vocab_map_release(&map);
     safetensors_close(&model);
     free(path);

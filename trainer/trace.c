@@ -378,8 +378,9 @@ static int load_before(struct trace *trace, const struct options *options, struc
         step_save(&trace->step, &trace->before);
         return 0;
     }
-    if (checkpoint_read(options->checkpoint, &trace->before, NULL, err) != 0 ||
-        resume_check_drafter(options->checkpoint, session, err) != 0)
+    if (checkpoint_check(options->checkpoint, err) != 0 ||
+        resume_check_drafter(options->checkpoint, session, err) != 0 ||
+        checkpoint_read(options->checkpoint, &trace->before, NULL, err) != 0)
         return -1;
     step_load(&trace->step, &trace->before);
     return 0;
