@@ -415,6 +415,9 @@ class Step:
 
 
 def top_gap(logits):
+    """How far the best logit is ahead of the next one: infinite where there is no other. [n]"""
+    if logits.shape[-1] == 1:
+        return torch.full((len(logits),), math.inf, dtype=logits.dtype)
     top = logits.topk(2, dim=-1).values
     return top[:, 0] - top[:, 1]
 
