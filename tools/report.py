@@ -5,7 +5,7 @@
     report.py SWEEP                     # a folder of `dtrain sweep`: tables, fronts and heat maps
     report.py RUN RUN ... --out FILE    # a comparison of runs
 
-Needs matplotlib. The page is one file that needs nothing else; it holds its numbers as JSON, too (id "numbers").
+Needs matplotlib 3.7 or newer. The page is one file that needs nothing else; it holds its numbers as JSON, too (id "numbers").
 A run that goes on may be looked at; start the tool again for newer numbers.
 """
 
@@ -18,6 +18,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from dtrain_tools.report_data import ReportError, open_report  # noqa: E402
 
 REFUSED = 2
+OLDEST = (3, 7)  # matplotlib that can place legends outside
 
 
 def parse(arguments):
@@ -39,6 +40,9 @@ def save_figures(figures, drawn, folder, kind):
 def run(arguments):
     report = open_report(arguments.folders)
     try:
+        import matplotlib
+        if matplotlib.__version_info__[:2] < OLDEST:
+            raise ImportError(f"matplotlib {matplotlib.__version__} is too old, 3.7 or newer can be used")
         from dtrain_tools import report_figures as figures
         from dtrain_tools import report_page
     except ImportError as error:

@@ -23,13 +23,16 @@ import report as tool  # noqa: E402
 from dtrain_tools import report_data as data  # noqa: E402
 
 try:
+    import matplotlib
+    if matplotlib.__version_info__[:2] < tool.OLDEST:
+        raise ImportError("too old")
     from dtrain_tools import report_figures as figures
     from dtrain_tools import report_page
 except ImportError:
     figures = None
 
 DTRAIN = os.environ.get("DTRAIN")
-needs_matplotlib = unittest.skipIf(figures is None, "needs matplotlib")
+needs_matplotlib = unittest.skipIf(figures is None, "needs matplotlib 3.7 or newer")
 
 
 def step_line(step, **more):
@@ -333,6 +336,14 @@ class WithoutMatplotlib(Folders):
         found = subprocess.run([sys.executable, "-c", hide, self.usual()], cwd=TOOLS, capture_output=True, text=True)
         self.assertEqual(found.returncode, 2)
         self.assertIn("the report needs matplotlib: pip install matplotlib", found.stderr)
+
+    @needs_matplotlib
+    def test_it_says_what_is_too_old(self):
+        age = "import sys, matplotlib; matplotlib.__version__, matplotlib.__version_info__ = '3.6.3', (3, 6, 3, 'final', 0); " \
+              "sys.argv[0] = 'report.py'; import report; report.main()"
+        found = subprocess.run([sys.executable, "-c", age, self.usual()], cwd=TOOLS, capture_output=True, text=True)
+        self.assertEqual(found.returncode, 2)
+        self.assertIn("matplotlib 3.6.3 is too old", found.stderr)
 
 
 @unittest.skipIf(not DTRAIN, "needs DTRAIN")
