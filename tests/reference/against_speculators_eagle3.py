@@ -145,17 +145,21 @@ def batches(row, packed):
 
 def run_theirs(config, shape, target, rows, params, last_hidden, kept, packed):
     """(loss, gradients, accept_len or None, slots) of their model over all rows, divided by all slots at once."""
+    return run_model(their_model(shape, target, params, last_hidden, kept), config, shape.ttt_steps, rows, packed)
+
+
+def run_model(model, config, ttt_steps, rows, packed):
+    """The same of a model that holds its parameters."""
     from speculators.losses import resolve_loss_config
 
     loss = config["loss"]
-    model = their_model(shape, target, params, last_hidden, kept)
     weights = {TERM_NAMES[n]: loss[n] for n in TERM_NAMES if loss[n] > 0}
     terms = resolve_loss_config(str(weights).replace("'", '"'), "eager")
     total, slots, accepted, blocks = 0.0, 0.0, 0.0, 0.0
     for row in rows:
         for batch in batches(row, packed):
             before = 0.0
-            for steps in range(1, min(shape.ttt_steps, batch["input_ids"].shape[1]) + 1):
+            for steps in range(1, min(ttt_steps, batch["input_ids"].shape[1]) + 1):
                 _, value, metrics = model(
                     **batch, ttt_steps=steps, ttt_step_loss_decay=loss["ttt_decay_base"], loss_config=terms
                 )
@@ -164,7 +168,7 @@ def run_theirs(config, shape, target, rows, params, last_hidden, kept, packed):
                 before, slots = value, slots + count
                 accepted += float(metrics[f"full_acc_{steps - 1}_sum"])
             mask = batch["loss_mask"][0]
-            reach = [mask[t : t + shape.ttt_steps].any() for t in range(len(mask))]
+            reach = [mask[t : t + ttt_steps].any() for t in range(len(mask))]
             blocks += float(sum(reach))
     total = total / slots
     total.backward()

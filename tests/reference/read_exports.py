@@ -26,6 +26,7 @@ try:
 
     import against_speculators
     import check_traces
+    import read_eagle3
     from dflash_step import Step
     from make_golden import resolved, to_yaml
     from recompute_step import Report
@@ -189,6 +190,35 @@ def check(name, dtrain, folder, asks_theirs):
     return report
 
 
+def check_eagle3(name, dtrain, folder, asks_theirs):
+    """A report of one case."""
+    keys, size, specforge, comparable = read_eagle3.CASES[name]
+    drafter = {"kind": "eagle3", "init_std": 0.15, **copy.deepcopy(keys)}
+    place, report = tempfile.mkdtemp(dir=folder), Report(TOLERANCE)
+    if size is not None:
+        drafter["draft_vocab"] = os.path.join(place, "vocabulary.safetensors")
+        must_run(dtrain, "vocab", "--size", str(size), "--out", drafter["draft_vocab"], os.path.join(folder, "few.h5"))
+    target, run = os.path.join(folder, "target-untied"), os.path.join(place, "run")
+    config = resolved({"loss": {"kl": 1.0, **read_eagle3.LIKE_SPECULATORS}, "drafter": drafter})
+    config["run"].update({"dir": run, "compute": "fp32", "max_steps": 2, "epochs": 4})
+    config["target"].update({"path": target, "name": target})
+    config["data"].update({"seq_len": 256, "rows_per_step": 1, "train": ["few.h5"]})
+    path, frozen = os.path.join(folder, "case.yaml"), read_target(target)
+    with open(path, "w") as file:
+        file.write(to_yaml(config))
+    must_run(dtrain, "--config", path)
+    for layout in ["specforge"] * specforge + ["speculators"]:
+        out, traced = os.path.join(place, layout), os.path.join(place, f"{layout}.safetensors")
+        must_run(dtrain, "export", "--checkpoint", os.path.join(run, "checkpoints", "step-00000002"), "--format", layout,
+                 "--out", out)
+        must_run(dtrain, "trace", "--config", path, "--set", f"drafter.init_from={out}", "--out", traced)
+        trace = Trace(traced)
+        read_eagle3.compare_step(report, layout, out, trace, frozen, read_rope)
+        if layout == "speculators" and comparable and asks_theirs:
+            read_eagle3.compare_theirs(report, layout, out, trace, frozen)
+    return report
+
+
 def has_speculators():
     found = importlib.util.find_spec("speculators") is not None
     if not found:
@@ -200,6 +230,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("dtrain", nargs="?", default=os.environ.get("DTRAIN"), help="the binary")
     parser.add_argument("--work", help="folder for all files; default: a temporary one")
+    parser.add_argument("--only", help="one case")
     arguments = parser.parse_args()
     if not arguments.dtrain:
         parser.error("name the binary")
@@ -211,10 +242,13 @@ def main():
         # speculators reads the target again when it loads a drafter, from a file of this name.
         shutil.copy(os.path.join(target, "head.safetensors"), os.path.join(target, "model.safetensors"))
     check_traces.write_shard(os.path.join(folder, "ends.h5"), "pre_norm", two_ends)
+    check_traces.write_shard(os.path.join(folder, "few.h5"), "pre_norm")
     failed = 0
-    for name in CASES:
+    checks = {**dict.fromkeys(CASES, check), **dict.fromkeys(read_eagle3.CASES, check_eagle3)}
+    names = [name for name in checks if arguments.only in (None, name)]
+    for name in names:
         try:
-            bad = check(name, dtrain, folder, asks_theirs).print(True)
+            bad = checks[name](name, dtrain, folder, asks_theirs).print(True)
         except (AssertionError, RuntimeError, Refused) as fault:
             print(f"{type(fault).__name__}: {fault}")
             bad = True
@@ -222,7 +256,7 @@ def main():
         failed += bool(bad)
     if failed == 0 and not arguments.work:
         shutil.rmtree(folder)
-    print(f"{len(CASES) - failed} passed, {failed} failed" + (f" (files in {folder})" if failed else ""))
+    print(f"{len(names) - failed} passed, {failed} failed" + (f" (files in {folder})" if failed else ""))
     return 1 if failed else 0
 
 
