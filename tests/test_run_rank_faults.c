@@ -80,8 +80,8 @@ static void overflow_document(struct fixture *shard, int64_t document)
                     (bf16)(0x7f60 + (13 * t + 5 * p + 3 * i) % 31 + (i % 3 == 0 ? 0x8000 : 0));
 }
 
-// Document 17's values; nan: one value of it is none.
-static uint64_t write_bad_document(bool nan)
+// Document 17's values in a shard like that of training; nan: one value of it is none.
+static uint64_t write_bad_document(const char *file, bool nan)
 {
     enum { DOCUMENT = 17 };
     struct fixture_options options = run_train_shard();
@@ -93,7 +93,7 @@ static uint64_t write_bad_document(bool nan)
         fixture_hidden(&shard, shard.doc_offsets[DOCUMENT] + 3, 1)[2] = 0x7fc0;
     else
         overflow_document(&shard, DOCUMENT);
-    fixture_write(&shard, run_path(&fixture, "train.h5"));
+    fixture_write(&shard, run_path(&fixture, "%s", file));
     fixture_release(&shard);
     return id;
 }
@@ -102,7 +102,7 @@ static void nonfinite_steps_are_skipped_by_all(void **state)
 {
     (void)state;
     char id[32];
-    snprintf(id, sizeof(id), " %llu", (unsigned long long)write_bad_document(false));
+    snprintf(id, sizeof(id), " %llu", (unsigned long long)write_bad_document("train.h5", false));
     run_fixture_set(&fixture, "drafter.init_std=0.5");
     run_fixture_set(&fixture, "checkpoint.every=1");
     assert_int_equal(run_train(&fixture, "overflow-2", NULL), 0);
@@ -135,7 +135,7 @@ static void nonfinite_steps_are_skipped_by_all(void **state)
 static void bad_documents_are_counted_by_all(void **state)
 {
     (void)state;
-    write_bad_document(true);
+    write_bad_document("train.h5", true);
     run_fixture_set(&fixture, "data.on_bad_sample=skip");
     run_fixture_set(&fixture, "data.max_bad_fraction=0.5");
     assert_int_equal(run_train(&fixture, "skip-2", NULL), 0);
@@ -150,13 +150,30 @@ static void bad_documents_are_counted_by_all(void **state)
 static void a_bad_document_ends_all(void **state)
 {
     (void)state;
-    write_bad_document(true);
+    write_bad_document("train.h5", true);
     run_fixture_set(&fixture, "data.on_bad_sample=fail");
     double begin = timer_now();
     assert_int_equal(run_train(&fixture, "fail-2", NULL), 1);
     assert_true(timer_now() - begin < 30.0);
     run_must_say(&fixture, "fail-2", "train.h5");
     run_must_say(&fixture, "fail-2", "document 17");
+}
+
+// The average has taken the weights' place by then: the others wait for scores, not for weights.
+static void a_bad_validation_document_ends_all(void **state)
+{
+    (void)state;
+    write_bad_document("bad-val.h5", true);
+    run_fixture_set(&fixture, "data.val=[bad-val.h5]");
+    run_fixture_set(&fixture, "validation.every=5");
+    run_fixture_set(&fixture, "validation.rows=32");
+    run_fixture_set(&fixture, "optimizer.ema=0.5");
+    run_fixture_set(&fixture, "data.on_bad_sample=fail");
+    double begin = timer_now();
+    assert_int_equal(run_train(&fixture, "fail-val", NULL), 1);
+    assert_true(timer_now() - begin < 30.0);
+    run_must_say(&fixture, "fail-val", "bad-val.h5");
+    run_must_say(&fixture, "fail-val", "document 17");
 }
 
 // ---- checkpoints ---------------------------------------------------------------------------------
@@ -305,6 +322,7 @@ int main(void)
         cmocka_unit_test_setup(nonfinite_steps_are_skipped_by_all, forget),
         cmocka_unit_test_setup(bad_documents_are_counted_by_all, forget),
         cmocka_unit_test_setup(a_bad_document_ends_all, forget),
+        cmocka_unit_test_setup(a_bad_validation_document_ends_all, forget),
         cmocka_unit_test_setup(broken_folder, forget),
         cmocka_unit_test_setup(unreadable_parts, forget),
         cmocka_unit_test_setup(sigterm_to_rank_0, forget),

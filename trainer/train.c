@@ -17,6 +17,8 @@ static int validate(struct run *run, bool *best, struct error *err)
     double start = timer_now();
     step_exchange_average(&run->step);
     int status = validation_run(run->validation, &run->step, &metrics, &walk, NULL, NULL, err);
+    if (status < 0)
+        return -1; // the end of the run: other ranks would not join in what brings the weights back
     step_exchange_average(&run->step);
     if (status != 0)
         return status;
