@@ -10,6 +10,7 @@
 
 #include <cmocka.h>
 
+#include "data/safetensors.h"
 #include "tests/support/run_fixture.h"
 #include "trainer/files.h"
 
@@ -203,6 +204,66 @@ static void steps_are_those_of_the_run(void **state)
     run_fixture_close(&fixture);
 }
 
+// Of all tensors in the file; 0: it is not there.
+static double tensor_bytes(const char *folder, const char *name)
+{
+    struct safetensors file;
+    struct error err = {""};
+    double bytes = 0.0;
+    char *path = memory_format("%s/%s", folder, name);
+    if (files_exists(path)) {
+        if (safetensors_open(&file, path, &err) != 0)
+            fail_msg("%s", err.text);
+        for (size_t i = 0; i < file.count; i++)
+            bytes += (double)file.entries[i].size;
+        safetensors_close(&file);
+    }
+    free(path);
+    return bytes;
+}
+
+// Arrays that an optimizer has, and what EAGLE-3's servable weights hold beside parameters.
+static void checkpoints_take_what_is_planned(void **state)
+{
+    (void)state;
+    static const char *const sets[][3] = {
+        {"drafter.kind=dflash", "optimizer.kind=adamw", "optimizer.ema=0"},
+        {"drafter.kind=dflash", "optimizer.kind=muon", "optimizer.ema=0.9"},
+        {"drafter.kind=eagle3", "drafter.lm_head=frozen", "optimizer.ema=0"},
+        {"drafter.kind=eagle3", "drafter.lm_head=frozen", "drafter.draft_vocab=map.safetensors"},
+        {"drafter.kind=eagle3", "drafter.lm_head=trainable", "drafter.draft_vocab=map.safetensors"},
+    };
+    static const char *const files[] = {"master.safetensors", "adam_m.safetensors",
+                                        "adam_v.safetensors", "ema.safetensors",
+                                        "model.safetensors"};
+    struct run_fixture fixture;
+    run_fixture_open(&fixture);
+    assert_int_equal(run_command(&fixture, "map", false, "vocab", "--size", "24", "--out",
+                                 run_path(&fixture, "map.safetensors"),
+                                 run_path(&fixture, "train.h5"), NULL),
+                     0);
+    run_fixture_set(&fixture, "run.max_steps=1");
+    int common = fixture.set_count;
+    for (size_t i = 0; i < sizeof(sets) / sizeof(*sets); i++) {
+        fixture.set_count = common;
+        for (int s = 0; s < 3; s++)
+            run_fixture_set(&fixture, sets[i][s]);
+        assert_int_equal(run_command(&fixture, "plan", true, "plan", "--json", NULL), 0);
+        cJSON *root = program_json(run_path(&fixture, "plan.out"));
+        double planned = program_number(cJSON_GetObjectItem(root, "disk"), "checkpoint_bytes");
+        cJSON_Delete(root);
+        run_remove(&fixture, "saved");
+        assert_int_equal(run_train(&fixture, "saved", NULL), 0);
+        double written = 0.0;
+        for (size_t f = 0; f < sizeof(files) / sizeof(*files); f++)
+            written += tensor_bytes(run_checkpoint(&fixture, "saved", 1), files[f]);
+        if (!(planned == written))
+            fail_msg("%s, %s: %.0f bytes planned, %.0f written", sets[i][0], sets[i][1], planned,
+                     written);
+    }
+    run_fixture_close(&fixture);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -213,6 +274,7 @@ int main(void)
         cmocka_unit_test(nothing_to_continue_is_cut_anew),
         cmocka_unit_test(listed_layers_are_offered_with_their_list),
         cmocka_unit_test(steps_are_those_of_the_run),
+        cmocka_unit_test(checkpoints_take_what_is_planned),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -189,10 +189,25 @@ double plan_token_bytes(const struct plan_subject *subject)
            sizeof(uint8_t); // token id and loss mask
 }
 
+// What servable weights hold beside parameters: EAGLE-3's second names of norms, its own copy of a frozen head,
+// tables of a draft vocabulary.
+static double served_bytes(const struct drafter_sizes *s)
+{
+    double draft = (double)s->draft_vocab;
+    if (s->kind != DRAFTER_EAGLE3)
+        return 0.0;
+    double bytes = (double)((s->layers - 1) * s->hidden) * sizeof(bf16);
+    if (!s->trainable_head)
+        bytes += draft * (double)s->hidden * sizeof(bf16);
+    if (s->draft_vocab != s->vocab)
+        bytes += draft * sizeof(int64_t) + (double)s->vocab;
+    return bytes;
+}
+
 double plan_checkpoint_bytes(const struct plan *plan)
 {
     // Master, moments and average in fp32, and the servable weights in bf16.
-    double bytes = 0.0;
+    double bytes = served_bytes(&plan->sizes);
     for (size_t i = 0; i < plan->params.count; i++) {
         const struct param *p = &plan->params.items[i];
         double arrays = update_is_muon(&plan->optimizer, p) ? 2.0 : 3.0;
