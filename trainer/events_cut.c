@@ -131,6 +131,7 @@ static size_t kept_size(const unsigned char *bytes, size_t size, int64_t step, i
     return kept;
 }
 
+// NULL: errno says why.
 static unsigned char *read_all(FILE *in, size_t *size)
 {
     if (fseek(in, 0, SEEK_END) != 0)
@@ -141,7 +142,10 @@ static unsigned char *read_all(FILE *in, size_t *size)
         return NULL;
     unsigned char *bytes = memory_alloc((size_t)end + 1, 1);
     *size = fread(bytes, 1, (size_t)end, in);
-    return bytes;
+    if (!ferror(in))
+        return bytes;
+    free(bytes); // what was not read must not be taken for torn and cut off
+    return NULL;
 }
 
 static int cut_file(const char *path, int64_t step, int64_t validation, struct error *err)

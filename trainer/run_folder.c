@@ -96,6 +96,8 @@ static int cut_metrics(const char *path, const struct counters *counters, struct
         return errno == ENOENT ? 0 : error_set(err, "%s: can not open: %s", path, strerror(errno));
     char *begun = memory_format("%s.tmp", path);
     int result = files_write(begun, put_kept_lines, &cut, err);
+    if (result == 0 && ferror(cut.in)) // else lines that could not be read would be gone
+        result = error_set(err, "%s: can not read: %s", path, strerror(errno));
     fclose(cut.in);
     if (result == 0 && rename(begun, path) != 0)
         result = error_set(err, "%s: can not replace: %s", path, strerror(errno));
