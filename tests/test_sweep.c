@@ -395,6 +395,12 @@ static void killed_measurement_fails(void **state)
     start(&program, "unmeasured", "--grid", "max_anchors=16", "--equal", "time=100000", "--set",
           "run.max_steps=3", NULL);
     program_wait_step(&program, run, 4, LIMIT);
+    assert_int_equal(program_run(run_path(&fixture, "measured.out"),
+                                 (const char *const[]){"sweep", "--show",
+                                                       run_path(&fixture, "unmeasured"), NULL}),
+                     0);
+    run_must_say(&fixture, "measured", "max_anchors=16: measuring, step ");
+    assert_false(run_says(&fixture, "measured", "measuring, step 0"));
     kill(holder("unmeasured", "max_anchors=16/measured"), SIGKILL);
     assert_int_equal(program_wait(&program, LIMIT), 1);
     run_must_say(&fixture, "unmeasured", "max_anchors=16: failed: was ended by signal 9");
@@ -453,6 +459,21 @@ static void without_validation(void **state)
     cJSON_Delete(root);
 }
 
+// A key that the sweep may set by itself is each point's own where it is varied.
+static void varied_threads(void **state)
+{
+    (void)state;
+    static const char *const names[] = {"threads=1", "threads=2"};
+    assert_int_equal(sweep("cores", "--grid", "threads=1,2", "--set", "run.max_steps=2",
+                           "--parallel", "2", NULL),
+                     0);
+    for (int i = 0; i < 2; i++) {
+        cJSON *root = program_json(run_path(&fixture, "cores/%s/execution.json", names[i]));
+        assert_true(program_number(root, "threads") == i + 1);
+        cJSON_Delete(root);
+    }
+}
+
 static void more_at_a_time_than_points(void **state)
 {
     (void)state;
@@ -496,6 +517,8 @@ static void another_sweep_is_refused(void **state)
     run_must_say(&fixture, "alone", "optimizer.lr: must stay the same on resume");
     assert_int_equal(sweep("alone", GRID, "--set", "run.max_steps=21", NULL), 2);
     run_must_say(&fixture, "alone", "run.max_steps: must stay the same in a sweep");
+    assert_int_equal(sweep("alone", GRID, "--set", "parallel.threads=7", NULL), 2);
+    run_must_say(&fixture, "alone", "parallel.threads: must stay the same in a sweep");
     assert_int_equal(sweep("alone", GRID, "--equal", "anchors", NULL), 2);
     run_must_say(&fixture, "alone", "--equal: it was steps and is anchors");
     assert_int_equal(sweep("alone/max_anchors=16,block_size=4", GRID, NULL), 2);
@@ -547,6 +570,7 @@ int main(void)
         cmocka_unit_test(too_large_is_left_out),
         cmocka_unit_test(failed_point_is_told),
         cmocka_unit_test(without_validation),
+        cmocka_unit_test(varied_threads),
         cmocka_unit_test(more_at_a_time_than_points),
         cmocka_unit_test(bad_grids_are_refused),
         cmocka_unit_test(another_sweep_is_refused),

@@ -100,7 +100,7 @@ struct sweep {
     // how points run
     int parallel;
     int gpus;         // of each point; 0: on the CPU
-    int64_t threads;  // of each point on the CPU; 0: as the config says
+    int64_t threads;  // of points on the CPU whose config does not say; 0: all cores
     char **slot_gpus; // [parallel] CUDA_VISIBLE_DEVICES; NULL: left as it is
     sigset_t watched, before;
     int signals;          // that have come
@@ -192,6 +192,8 @@ void sweep_table_print(const struct sweep *sweep, FILE *out);
 // table.txt, table.csv and table.json.
 int sweep_table_write(const struct sweep *sweep, struct error *err);
 
+// The folder of the point's run, or of its measurement while it is measured; the caller frees.
+char *sweep_run_folder(const struct sweep_point *point);
 // Runs what is not done. Returns an exit status.
 int sweep_run(struct sweep *sweep);
 

@@ -141,8 +141,7 @@ static int divide_gpus(struct sweep *sweep, int gpus, struct error *err)
 static void divide_threads(struct sweep *sweep)
 {
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
-    sweep->threads = sweep->config.parallel.threads;
-    if (sweep->parallel == 1 || sweep->threads > 0)
+    if (sweep->parallel == 1 || sweep->config.parallel.threads > 0)
         return;
     sweep->threads = cores / sweep->parallel > 1 ? cores / sweep->parallel : 1;
     log_info("%d points at a time with %lld CPU thread%s each", sweep->parallel,
@@ -282,7 +281,9 @@ static void look_on(struct sweep *sweep, bool in_use)
         if (!in_use)
             point->state = SWEEP_STOPPED;
         point->measuring = point->steps == 0;
-        sweep_watch_read(&point->watch, point->folder);
+        char *folder = sweep_run_folder(point);
+        sweep_watch_read(&point->watch, folder);
+        free(folder);
     }
 }
 

@@ -92,10 +92,11 @@ static int take_plan(struct sweep_point *point, const char *text)
     const cJSON *step = cJSON_GetObjectItemCaseSensitive(root, "step");
     const cJSON *from = cJSON_GetObjectItemCaseSensitive(root, "device_memory_from");
     double needed = number_at(root, NULL, "needed"), limit = number_at(root, NULL, "device_memory");
-    int result = isfinite(needed) ? 0 : -1;
+    double disk = number_at(root, "disk", "checkpoint_bytes");
+    int result = isfinite(needed) && isfinite(disk) ? 0 : -1;
     point->needed = result == 0 ? (int64_t)needed : 0;
     point->flops = number_at(step, "flops", "total");
-    point->disk = (int64_t)number_at(root, "disk", "checkpoint_bytes");
+    point->disk = result == 0 ? (int64_t)disk : 0;
     if (cJSON_IsFalse(cJSON_GetObjectItemCaseSensitive(root, "fits")))
         sweep_point_become(point, SWEEP_TOO_LARGE,
                            memory_format("needs %s, %s are there (%s)",

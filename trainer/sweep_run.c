@@ -29,7 +29,7 @@ static void save_state(const struct sweep *sweep)
         log_warn("%s", err.text); // the runs themselves know how far they are
 }
 
-static char *run_folder(const struct sweep_point *point)
+char *sweep_run_folder(const struct sweep_point *point)
 {
     return point->measuring ? memory_format("%s/measured", point->folder)
                             : memory_strdup(point->folder);
@@ -37,7 +37,7 @@ static char *run_folder(const struct sweep_point *point)
 
 static void read_watch(struct sweep_point *point)
 {
-    char *folder = run_folder(point);
+    char *folder = sweep_run_folder(point);
     sweep_watch_read(&point->watch, folder);
     free(folder);
 }
@@ -47,7 +47,7 @@ static void read_watch(struct sweep_point *point)
 // Whether an earlier start's process is still ending in the point's folder. It is waited for.
 static bool is_blocked(struct sweep_point *point)
 {
-    char *folder = run_folder(point), *holder = folder_lock_holder(folder);
+    char *folder = sweep_run_folder(point), *holder = folder_lock_holder(folder);
     bool blocked = holder != NULL;
     if (!blocked)
         point->blocked = 0.0;
@@ -81,7 +81,7 @@ static size_t add_measuring(const char **words, const char *set_dir)
 
 static void start_process(struct sweep *sweep, struct sweep_point *point, int output)
 {
-    char *config = memory_format("%s/point.yaml", point->folder), *folder = run_folder(point);
+    char *config = memory_format("%s/point.yaml", point->folder), *folder = sweep_run_folder(point);
     char *set_dir = memory_format("run.dir=%s", folder);
     const char *words[MOST_WORDS] = {"--config", config};
     if (point->measuring)
