@@ -20,6 +20,7 @@ struct step_case {
     int64_t vocab, hidden;
     enum last_hidden last_hidden;
     bool float8;
+    int64_t draft_vocab;               // 0: the whole vocabulary
     int32_t documents[MOST_DOCUMENTS]; // tokens of each; 0: no more
     const char *sets[MOST_SETS];
 };
@@ -30,6 +31,7 @@ static const struct step_case step_cases[] = {
      576,
      LAST_HIDDEN_POST_NORM,
      false,
+     0,
      {600, 401},
      {"data.seq_len=1024", "drafter.layers=3", "drafter.head_dim=64",
       "drafter.num_attention_heads=9", "drafter.num_key_value_heads=3",
@@ -40,6 +42,7 @@ static const struct step_case step_cases[] = {
      256,
      LAST_HIDDEN_PRE_NORM,
      false,
+     0,
      {301, 150, 61},
      {"data.seq_len=512", "data.noise_std=0.05", "data.noise_kind=uniform", "drafter.layers=3",
       "drafter.block_size=16", "drafter.head_dim=128", "drafter.num_attention_heads=4",
@@ -53,6 +56,7 @@ static const struct step_case step_cases[] = {
      96,
      LAST_HIDDEN_PRE_NORM,
      false,
+     0,
      {200, 200},
      {"data.seq_len=400", "drafter.block_size=4", "drafter.head_dim=96",
       "drafter.num_attention_heads=6", "drafter.num_key_value_heads=2",
@@ -66,6 +70,7 @@ static const struct step_case step_cases[] = {
      64,
      LAST_HIDDEN_POST_NORM,
      false,
+     0,
      {250},
      {"data.seq_len=256", "drafter.block_size=32", "drafter.head_dim=256",
       "drafter.num_attention_heads=2", "drafter.num_key_value_heads=1",
@@ -76,6 +81,7 @@ static const struct step_case step_cases[] = {
      100,
      LAST_HIDDEN_PRE_NORM,
      true,
+     0,
      {301, 150},
      {"data.seq_len=512", "data.noise_std=0.05", "drafter.block_size=8", "drafter.head_dim=64",
       "drafter.num_attention_heads=4", "drafter.num_key_value_heads=2",
@@ -86,10 +92,37 @@ static const struct step_case step_cases[] = {
      256,
      LAST_HIDDEN_POST_NORM,
      true,
+     0,
      {400},
      {"data.seq_len=512", "drafter.block_size=16", "drafter.head_dim=128",
       "drafter.num_attention_heads=4", "drafter.num_key_value_heads=2",
       "drafter.intermediate_size=520", "anchors.max_anchors=43", "anchors.per=row"}},
+    {"EAGLE-3, head_dim 64, layers, windows, a draft vocabulary and its head",
+     5003,
+     192,
+     LAST_HIDDEN_PRE_NORM,
+     false,
+     2000,
+     {301, 150, 1, 61},
+     {"data.seq_len=520", "drafter.kind=eagle3", "drafter.ttt_steps=5", "drafter.layers=3",
+      "drafter.style=llama", "drafter.head_dim=64", "drafter.num_attention_heads=6",
+      "drafter.num_key_value_heads=2", "drafter.intermediate_size=520", "drafter.fc_norm=true",
+      "drafter.norm_output=true", "drafter.lm_head=trainable",
+      "drafter.layer_types=[full_attention, sliding_attention, sliding_attention]",
+      "drafter.sliding_window=33", "loss.ttt_decay_base=0.8", "loss.out_of_vocab=masked",
+      "loss.tv=0.5", "memory.group_rows=800", "memory.chunk_rows=200"}},
+    {"EAGLE-3, head_dim 128, one layer, normed residual, 16 steps by features, noise, float8",
+     1009,
+     256,
+     LAST_HIDDEN_POST_NORM,
+     true,
+     0,
+     {200, 7, 193},
+     {"data.seq_len=400", "data.noise_std=0.05", "drafter.kind=eagle3", "drafter.ttt_steps=16",
+      "drafter.layers=1", "drafter.head_dim=128", "drafter.num_attention_heads=4",
+      "drafter.num_key_value_heads=1", "drafter.intermediate_size=136",
+      "drafter.norm_before_fc=true", "drafter.norm_before_residual=true", "loss.mask_index=feature",
+      "memory.group_rows=2000"}},
 };
 
 static struct test_backend cuda, cpu;
@@ -130,6 +163,7 @@ static void open_case(struct fixture *t, const struct step_case *c)
                                                             .tied = true,
                                                             .last_hidden = c->last_hidden,
                                                             .float8 = c->float8,
+                                                            .draft_vocab = c->draft_vocab,
                                                             .sets = c->sets,
                                                             .set_count = sets});
     t->f.execution.threads = CPU_THREADS;
