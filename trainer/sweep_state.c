@@ -193,7 +193,7 @@ static void decide(const struct sweep *sweep, const struct sweep_point *point,
         config->run.max_steps = point->steps;
     if (sweep->equal == SWEEP_EQUAL_TIME)
         config->run.epochs = SWEEP_MANY_EPOCHS;
-    if (sweep->threads > 0)
+    if (config->parallel.threads == 0)
         config->parallel.threads = sweep->threads;
     if (sweep->gpus > 0 || sweep->parallel < 2)
         return;
@@ -381,8 +381,9 @@ static void compare_grid(const struct sweep *before, const struct sweep *now, st
 }
 
 // Keys that a single run may change, and points that are compared may not.
-static const char *const kept_ints[] = {"run.epochs", "run.max_steps", "validation.every",
-                                        "validation.rows", "validation.patience"};
+static const char *const kept_ints[] = {"run.epochs",          "run.max_steps",
+                                        "validation.every",    "validation.rows",
+                                        "validation.patience", "parallel.threads"};
 
 static void compare_ints(struct config *before, struct config *now, struct error *err)
 {
