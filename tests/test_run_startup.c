@@ -195,6 +195,25 @@ static void memory_stays_flat(void **state)
     assert_true(late - early <= 1.2e6);
 }
 
+// What started the run may be larger than the run.
+static void memory_is_the_runs_own(void **state)
+{
+    (void)state;
+    size_t bytes = (size_t)512 << 20;
+    unsigned char *large = memory_alloc(bytes, 1);
+    memset(large, 1, bytes);
+    int status = run_train(&fixture, "own", "--set", "run.max_steps=2", NULL);
+    int last = large[bytes - 1]; // it was there all the time
+    free(large);
+    assert_int_equal(status, 0);
+    assert_int_equal(last, 1);
+    cJSON *metrics = program_metrics(run_path(&fixture, "own"));
+    double memory = program_number(program_line(metrics, 2, "lr"), "memory_bytes");
+    if (!(memory > 0.0 && memory < (double)bytes))
+        fail_msg("the run's %.0f MB are those of the process that started it", 1e-6 * memory);
+    cJSON_Delete(metrics);
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, open_test, close_test)
 
 int main(int argc, char **argv)
@@ -203,6 +222,7 @@ int main(int argc, char **argv)
         TEST(first_step_comes_soon),
         cmocka_unit_test(block_rows_cost_the_same),
         TEST(memory_stays_flat),
+        TEST(memory_is_the_runs_own),
     };
     if (argc == 3 && strcmp(argv[1], "--documents") == 0) {
         const struct CMUnitTest start[] = {TEST(first_step_comes_soon)};
