@@ -307,12 +307,15 @@ class Report:
 
 def open_sweep(folder):
     """A folder of `dtrain sweep`: points that have metrics, and why the others have none."""
-    state = read_json(os.path.join(folder, "sweep.json"))
-    keys, points = points_of(state)
-    table = {point["point"]: point for point in read_json(os.path.join(folder, "table.json")).get("points", [])}
+    state, table = (read_json(os.path.join(folder, name)) for name in ("sweep.json", "table.json"))
+    try:
+        keys, points = points_of(state)
+        table = {point["point"]: point for point in table.get("points", [])}
+        named = [(point["name"], point, values) for point, values in points]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ReportError(f"{folder}: sweep.json or table.json is not what dtrain sweep writes") from error
     runs, missing = [], {}
-    for point, values in points:
-        name = point["name"]
+    for name, point, values in named:
         try:
             run = Run(os.path.join(folder, name), name)
         except ReportError:

@@ -205,6 +205,13 @@ class Comparing(Folders):
         self.assertEqual(report.axis("a.size"), ["4", "8", "16"])
         self.assertIn("size=8: running", report.notes[0])
 
+    def test_a_damaged_sweep(self):
+        os.makedirs(self.path("sweep"))
+        for text in ("[]", '{"grid": 5}', '{"grid": [{"key": "a.b", "values": ["1"]}], "points": [{}]}'):
+            with open(self.path("sweep", "sweep.json"), "w", encoding="utf-8") as file:
+                file.write(text)
+            self.fails("not what dtrain sweep writes", self.path("sweep"))
+
     def test_values_of_points(self):
         # Names are cut where they are long, and lists are not spelled out; two keys may end alike.
         grid = [{"key": "validation.every", "values": ["4", "8"]},
