@@ -281,6 +281,8 @@ int step_open(struct step *step, const struct step_setup *setup, struct error *e
 
 void step_close(struct step *step)
 {
+    if (step->stream != NULL) // host memory that copies read is freed below
+        step->setup.backend->sync(step->stream);
     drafter_close(&step->drafter);
     loss_close(&step->loss);
     slot_results_close(&step->results);
@@ -293,8 +295,6 @@ void step_close(struct step *step)
         step->setup.backend->host_free(step->h_squares);
     if (step->h_own_squares != NULL)
         step->setup.backend->host_free(step->h_own_squares);
-    if (step->stream != NULL)
-        step->setup.backend->sync(step->stream);
     step_exchange_close(step);
     step_stage_close(&step->stage);
     transfer_close(&step->transfer);
