@@ -483,6 +483,16 @@ static void more_at_a_time_than_points(void **state)
     run_must_say(&fixture, "many", "2 points at a time with ");
 }
 
+static void started_by_one_that_ignores_children(void **state)
+{
+    (void)state;
+    struct program program = {0};
+    signal(SIGCHLD, SIG_IGN); // which the program inherits
+    start(&program, "ignored", "--grid", "max_anchors=16", "--plan-only", NULL);
+    signal(SIGCHLD, SIG_DFL);
+    assert_int_equal(program_wait(&program, LIMIT), 0);
+}
+
 // ---- refusals ------------------------------------------------------------------------------------
 
 static void must_refuse(const char *words, const char *name, const char *grid, const char *option,
@@ -572,6 +582,7 @@ int main(void)
         cmocka_unit_test(without_validation),
         cmocka_unit_test(varied_threads),
         cmocka_unit_test(more_at_a_time_than_points),
+        cmocka_unit_test(started_by_one_that_ignores_children),
         cmocka_unit_test(bad_grids_are_refused),
         cmocka_unit_test(another_sweep_is_refused),
         cmocka_unit_test(second_sweep_is_refused),

@@ -233,6 +233,7 @@ int launch_run(const struct launch *launch)
     sigaddset(&s.watched, SIGINT);
     sigaddset(&s.watched, SIGUSR1);
     sigaddset(&s.watched, SIGCHLD);
+    signal(SIGCHLD, SIG_DFL); // who ignores it, as some starters do, can not wait for children
     sigprocmask(SIG_BLOCK, &s.watched, &s.before);
     if (start_all(&s) == 0) {
         watch(&s);

@@ -188,6 +188,7 @@ static void hold_signals(struct sweep *sweep)
     sigaddset(&sweep->watched, SIGINT);
     sigaddset(&sweep->watched, SIGUSR1);
     sigaddset(&sweep->watched, SIGCHLD);
+    signal(SIGCHLD, SIG_DFL); // who ignores it, as some starters do, can not wait for children
     sigprocmask(SIG_BLOCK, &sweep->watched, &sweep->before);
 }
 
