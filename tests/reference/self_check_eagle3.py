@@ -167,7 +167,7 @@ def eagle3_vocabulary_by_hand():
     row, _ = make_row(np.random.default_rng(4), [9], [], 3)
     results = {}
     for rule in ("masked", "kept"):
-        config, shape, target, params = model({}, {"kl": 0.0, "ce_data": 1.0, "kl": 0.5, "out_of_vocab": rule})
+        config, shape, target, params = model({}, {"ce_data": 1.0, "kl": 0.5, "out_of_vocab": rule})
         row.last_hidden = torch.zeros(9, 16, dtype=torch.float64)
         row.last_hidden[::2] = 30 * target.head[7]  # the target is sure of token 7, or of 5
         row.last_hidden[1::2] = 30 * target.head[5]

@@ -129,6 +129,7 @@ class Eagle3(unittest.TestCase):
             x = torch.stack([norm(x[:, i], w[f"fc_norm.{i}.weight"]) for i in range(3)], dim=1)
         g = x.flatten(1) @ w["fc.weight"].T
         tokens, seen, rows = [*ids[1:], 11, *chain], [], []
+        h = None  # of the last place
         for place in range(len(ids) + len(chain) - 1):
             h = g[place] if place < len(ids) else h
             hn = norm(h, w["layers.0.hidden_norm.weight"])
