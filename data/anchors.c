@@ -49,7 +49,7 @@ static int64_t ttt_next(const struct row *row, const struct block_layout *layout
 {
     for (; i < layout->block_size; i++) {
         bool scored = ttt_is_scored(row, layout, anchor, i);
-        *weight = (float)pow(layout->ttt_decay_base, (double)i);
+        *weight = fmaxf((float)pow(layout->ttt_decay_base, (double)i), layout->least_weight);
         if (scored && *weight > 0.0f) // a small base underflows
             return i;
         if (layout->mask_index == MASK_INDEX_SERVED)

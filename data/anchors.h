@@ -19,7 +19,8 @@ struct block_layout {
     // EAGLE-3: block_size is ttt_steps, predict_from_anchor true; of the members above no other is read.
     bool eagle3;
     int mask_index;        // MASK_INDEX_*
-    double ttt_decay_base; // weight of slot i: ttt_decay_base^i
+    double ttt_decay_base; // weight of slot i: ttt_decay_base^i, at least
+    float least_weight;    // this; above 0 no slot is left out for its weight
 };
 
 // Anchor a is valid: loss_mask[a] = 1, loss_mask[a+1] = 1, a+1 in the same document; with TAIL_WHOLE

@@ -379,6 +379,9 @@ static void test_ttt_weights(void **state)
     assert_int_equal(slots_make(&row, &layout, &anchor, 1, slots), 1);
     layout.ttt_decay_base = 1e-10; // below what fp32 holds from the sixth step on
     assert_int_equal(slots_make(&row, &layout, &anchor, 1, slots), 5);
+    layout.least_weight = 0x1p-100f;
+    assert_int_equal(slots_make(&row, &layout, &anchor, 1, slots), 7);
+    assert_true(slots[3].weight == (float)pow(1e-10, 3) && slots[4].weight == 0x1p-100f);
     row_close(&row, NULL);
 }
 

@@ -10,6 +10,7 @@
 
 #include <cmocka.h>
 
+#include "base/memory.h"
 #include "tests/support/run_fixture.h"
 
 enum { LIMIT = 120, TRIES = 20 };
@@ -140,6 +141,27 @@ static void scored_as_in_training(void **state)
     free(served);
 }
 
+// Those too that weigh nothing in training.
+static void all_drafts_are_scored(void **state)
+{
+    (void)state;
+    static const char *const members[] = {"\naccept_len_walk ", "\nacc ", "\nacc_given "};
+    assert_int_equal(run_command(&fixture, "first", true, "eval", "--checkpoint",
+                                 run_checkpoint(&fixture, "whole", RUN_STEPS), "--set",
+                                 "drafter.draft_vocab=map.safetensors", "--set",
+                                 "loss.ttt_decay_base=0", NULL),
+                     0);
+    char *score = program_text(run_path(&fixture, "score.out"));
+    for (size_t i = 0; i < sizeof(members) / sizeof(*members); i++) {
+        const char *begin = strstr(score, members[i]);
+        assert_non_null(begin);
+        char *line = memory_format("%.*s", (int)strcspn(begin + 1, "\n"), begin + 1);
+        run_must_say(&fixture, "first", line);
+        free(line);
+    }
+    free(score);
+}
+
 static void two_ranks_are_one(void **state)
 {
     (void)state;
@@ -242,6 +264,8 @@ int main(void)
         cmocka_unit_test(reports_what_it_learns),
         cmocka_unit_test(killed_and_continued),
         cmocka_unit_test(scored_as_in_training),
+        cmocka_unit_test(all_drafts_are_scored),
+
         cmocka_unit_test(two_ranks_are_one),
         cmocka_unit_test(other_maps_are_refused),
         cmocka_unit_test(a_map_of_every_token_is_one_too),

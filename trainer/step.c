@@ -2,6 +2,7 @@
 // exchange step_exchange.c's.
 #include "trainer/step.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -512,10 +513,13 @@ static int evaluate(struct step *step, const struct row *row, struct metrics *me
 int step_evaluate(struct step *step, const struct row *row, struct metrics *metrics,
                   struct walk *walk, walk_block_fn *visit, void *context)
 {
-    // Acceptance is about the states that serving reaches, whatever positions are trained on.
+    // Acceptance is about the states that serving reaches, whatever positions are trained on, and about all
+    // drafts, those too that a small loss.ttt_decay_base gives no weight in training.
     const int trained = step->layout.mask_index;
     step->layout.mask_index = MASK_INDEX_SERVED;
+    step->layout.least_weight = FLT_MIN;
     int result = evaluate(step, row, metrics, walk, visit, context);
     step->layout.mask_index = trained;
+    step->layout.least_weight = 0.0f;
     return result;
 }
