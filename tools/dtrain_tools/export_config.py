@@ -12,7 +12,7 @@ from dtrain_tools.documents import InputError, load_json
 SIZES = ("target_layer_ids", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
          "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "layer_types")
 WANTED = {"dflash": ("block_size", "mask_token_id", *SIZES), "eagle3": ("draft_vocab_size", *SIZES)}
-EAGLE3 = {"LlamaForCausalLMEagle3", "LlamaEagle3DraftModel"}
+EAGLE3 = {"LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM", "LlamaEagle3DraftModel"}
 
 
 def layout_of(config):

@@ -141,6 +141,15 @@ class Trained(Case):
         for name in ("target_layer_ids", "mask_token_id", "block_size", "layer_types", "rope_theta", "head_dim"):
             self.assertEqual(ours[name], other[name], name)
 
+    def test_eagle3_of_both_styles_is_specforge(self):
+        inner = {name: value for name, value in ZLAB.items() if name not in ("architectures", "block_size", "dflash_config")}
+        for number, name in enumerate(("LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM")):
+            settings = read_export_config(self.write(f"eagle3-{number}", "config.json", {
+                **inner, "architectures": [name], "draft_vocab_size": 50,
+                "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}))
+            self.assertEqual((settings["kind"], settings["layout"], settings["target_layer_ids"]),
+                             ("eagle3", "specforge", [1, 3]))
+
     def test_faults_name_the_file(self):
         with self.assertRaisesRegex(InputError, "speculators_model_type is 'peagle'"):
             read_export_config(self.write("eagle", "config.json", {"speculators_model_type": "peagle"}))
