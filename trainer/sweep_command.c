@@ -155,6 +155,7 @@ static int divide_machine(struct sweep *sweep, struct error *err)
     size_t points = sweep_grid_points(&sweep->grid);
     // What no point would use is not set aside.
     sweep->parallel = wanted < (long long)points ? (int)wanted : (int)points;
+    BUG_UNLESS(sweep->parallel > 0);
     if (gpus > 0)
         return divide_gpus(sweep, gpus, err);
     divide_threads(sweep);
