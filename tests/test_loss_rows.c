@@ -77,17 +77,17 @@ static int32_t *take_integers(struct stream *stream, int64_t factor, int64_t div
     return device;
 }
 
-// Results lie behind one another in one allocation, as in struct outputs.
-static void bind_outputs(struct softmax_loss *op, unsigned char *results)
+// Results lie behind one another in one allocation, as in struct outputs. It is not read here.
+static void bind_outputs(struct softmax_loss *op, struct outputs *results)
 {
-    op->loss = (float *)(results + offsetof(struct outputs, loss));
-    op->student_lse = (float *)(results + offsetof(struct outputs, student_lse));
-    op->teacher_lse = (float *)(results + offsetof(struct outputs, teacher_lse));
-    op->overlap = (float *)(results + offsetof(struct outputs, overlap));
-    op->confidence = (float *)(results + offsetof(struct outputs, confidence));
-    op->terms = (float *)(results + offsetof(struct outputs, terms));
-    op->student_argmax = (int32_t *)(results + offsetof(struct outputs, student_argmax));
-    op->teacher_argmax = (int32_t *)(results + offsetof(struct outputs, teacher_argmax));
+    op->loss = results->loss;
+    op->student_lse = results->student_lse;
+    op->teacher_lse = results->teacher_lse;
+    op->overlap = results->overlap;
+    op->confidence = results->confidence;
+    op->terms = results->terms;
+    op->student_argmax = results->student_argmax;
+    op->teacher_argmax = results->teacher_argmax;
 }
 
 static void fetch(struct stream *stream, const struct softmax_loss *op, const void *results,
@@ -109,7 +109,7 @@ static void compute(const struct problem *p, bool generic, struct outputs *out)
     struct stream *stream = test_backend_stream(&path, 1);
     size_t size = dtype_size(p->type);
     void *pattern = make_pattern(p->type);
-    unsigned char *results = on.backend->alloc(sizeof(*out));
+    struct outputs *results = on.backend->alloc(sizeof(*out));
     struct softmax_loss op = {
         .rows = ROWS,
         .vocab = p->vocab,

@@ -8,12 +8,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 
 #include <cmocka.h>
 
 #include "base/byte_size.h"
 #include "base/memory.h"
-#include "base/timer.h"
 #include "tests/support/program.h"
 #include "tests/support/shard_fixture.h"
 #include "tests/support/step_fixture.h"
@@ -141,15 +141,24 @@ static void check_sums(const cJSON *part)
     assert_int_equal(sum, whole(part, "total"));
 }
 
+// Processor time of the children that have ended.
+static double children_seconds(void)
+{
+    struct rusage use;
+    getrusage(RUSAGE_CHILDREN, &use);
+    return (double)(use.ru_utime.tv_sec + use.ru_stime.tv_sec) +
+           1e-6 * (double)(use.ru_utime.tv_usec + use.ru_stime.tv_usec);
+}
+
 static void json_adds_up(void **state)
 {
     const char *folder = *state;
     char *out = fixture_path(folder, "plan.json");
     const char *words[] = {"plan",  "--config", v4_config, "--json",          "--device-memory",
                            "96GiB", "--fit",    "--set",   "run.device=cuda", NULL};
-    double start = timer_now();
+    double before = children_seconds(); // of processor, whatever else the machine does
     assert_int_equal(program_run(out, words), 0);
-    assert_true(timer_now() - start < 1.0);
+    assert_true(children_seconds() - before < 1.0);
     cJSON *root = program_json(out);
     const cJSON *ranks = cJSON_GetObjectItem(root, "ranks"), *part, *tensor;
     assert_int_equal(cJSON_GetArraySize(ranks), 4);

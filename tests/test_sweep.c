@@ -541,8 +541,9 @@ static void another_sweep_is_refused(void **state)
 static void second_sweep_is_refused(void **state)
 {
     (void)state;
-    struct program program;
-    start_until(&program, "twice", 0, 1);
+    struct program program = {0}; // whose points take long enough for all that is tried here
+    start(&program, "twice", GRID, "--set", "run.max_steps=4000", "--set", "run.epochs=1000", NULL);
+    program_wait_step(&program, run_path(&fixture, "twice/%s", point_names[0]), 1, LIMIT);
     assert_int_equal(
         program_run(run_path(&fixture, "second.out"),
                     (const char *const[]){"sweep", "--show", run_path(&fixture, "twice"), NULL}),
