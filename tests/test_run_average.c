@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -201,6 +202,13 @@ static void must_hold(const char *folder, const char *array)
     safetensors_close(&values);
 }
 
+static void must_make_folder(const char *path)
+{
+    struct error err = {""};
+    if (files_make_folder(path, &err) != 0)
+        fail_msg("%s", err.text);
+}
+
 static void exports_hold_it(void **state)
 {
     (void)state;
@@ -208,12 +216,17 @@ static void exports_hold_it(void **state)
     for (int f = 0; f < 2; f++) {
         const char *average = run_path(&fixture, "export-%s", formats[f]);
         const char *raw = run_path(&fixture, "export-raw-%s", formats[f]);
+        char *left = memory_format("%s/.tmp-raw", raw),
+             *stale = memory_format("%s/state.json", left);
         export_as("export", average, formats[f], NULL);
+        must_make_folder(raw); // as an export that was killed leaves it
+        must_make_folder(left);
+        assert_int_equal(symlink("nowhere", stale), 0);
         export_as("export-raw", raw, formats[f], "--raw");
         must_hold(average, "ema.safetensors");
         must_hold(raw, "master.safetensors");
-        char *left = memory_format("%s/.tmp-raw", raw);
         assert_false(files_is_folder(left));
+        free(stale);
         free(left);
     }
 }

@@ -100,6 +100,8 @@ static int evaluate(const struct options *options, struct session *session, stru
         return error_set(err, "stopped by signal %d", signals_received());
     if (status == 0)
         print_report(session, &metrics, &walk);
+    if (status == 0 && !(walk.blocks > 0.0))
+        log_warn("no valid anchor in the rows that were scored: these numbers say nothing");
     return status;
 }
 

@@ -162,7 +162,11 @@ int export_raw_command(const struct export_request *request, struct error *err)
                       .fd = -1};
     struct export_request of_raw = *request;
     of_raw.checkpoint = folder;
-    int result = make_folder(&raw, err);
+    int result = 0;
+    if (files_is_folder(folder)) // of an export that was killed
+        result = files_remove_folder(folder, err);
+    if (result == 0)
+        result = make_folder(&raw, err);
     if (result == 0)
         result = export_command(&of_raw, err);
     if (files_is_folder(folder))
