@@ -13,6 +13,7 @@
 #include "base/bf16.h"
 #include "base/log.h"
 #include "base/rng.h"
+#include "tests/support/model_config.h"
 #include "tests/support/run_fixture.h"
 #include "trainer/checkpoint.h"
 #include "trainer/files.h"
@@ -164,21 +165,9 @@ static const char *must_export(const char *name, enum export_format format)
     return out;
 }
 
-static cJSON *read_config(const char *directory)
-{
-    struct error err = {""};
-    char *path = memory_format("%s/config.json", directory);
-    char *text = files_read_text(path, &err);
-    cJSON *config = cJSON_Parse(text);
-    assert_non_null(config);
-    free(text);
-    free(path);
-    return config;
-}
-
 static void must_state(const char *directory, const char *wanted)
 {
-    cJSON *config = read_config(directory), *all = cJSON_Parse(wanted);
+    cJSON *config = model_config_read(directory), *all = cJSON_Parse(wanted);
     assert_non_null(all);
     char *text = cJSON_Print(config);
     if (!cJSON_Compare(config, all, true))
@@ -385,7 +374,7 @@ static void the_whole_vocabulary_has_no_tables(void **state)
         assert_null(safetensors_find(&model, "t2d"));
         must_hold_rows(&model, "lm_head.weight", &at.target.head, NULL, V);
         safetensors_close(&model);
-        cJSON *config = read_config(out);
+        cJSON *config = model_config_read(out);
         assert_int_equal(cJSON_GetObjectItem(config, "draft_vocab_size")->valueint, V);
         cJSON_Delete(config);
     }
@@ -398,10 +387,10 @@ static void another_number_of_features_is_stated(void **state)
                                   "drafter.layers=1", NULL},
             VD);
     write_checkpoint();
-    cJSON *config = read_config(must_export("specforge", EXPORT_SPECFORGE));
+    cJSON *config = model_config_read(must_export("specforge", EXPORT_SPECFORGE));
     assert_int_equal(cJSON_GetObjectItem(config, "num_aux_hidden_states")->valueint, 4);
     cJSON_Delete(config);
-    config = read_config(must_export("speculators", EXPORT_SPECULATORS));
+    config = model_config_read(must_export("speculators", EXPORT_SPECULATORS));
     const cJSON *layers = cJSON_GetObjectItem(config, "transformer_layer_config");
     assert_int_equal(cJSON_GetObjectItem(layers, "num_aux_hidden_states")->valueint, 4);
     cJSON_Delete(config);
@@ -460,7 +449,7 @@ static void speculators_takes_what_sglang_does_not_run(void **state)
                                   "drafter.sliding_window=12", NULL},
             VD);
     write_checkpoint();
-    cJSON *config = read_config(must_export("speculators", EXPORT_SPECULATORS));
+    cJSON *config = model_config_read(must_export("speculators", EXPORT_SPECULATORS));
     const cJSON *layers = cJSON_GetObjectItem(config, "transformer_layer_config");
     char *types = cJSON_PrintUnformatted(cJSON_GetObjectItem(layers, "layer_types"));
     assert_string_equal(types, "[\"sliding_attention\",\"full_attention\"]");
@@ -691,23 +680,6 @@ static void copies_and_maps_must_be_those_of_the_run(void **state)
     must_not_start_with(specforge, "d2t: the tensor is missing", NULL);
 }
 
-// Sets a member of config.json, in an object of it when `object` is given; json NULL removes it.
-static void edit_config(const char *directory, const char *object, const char *member,
-                        const char *json)
-{
-    struct error err = {""};
-    cJSON *config = read_config(directory);
-    cJSON *place = object != NULL ? cJSON_GetObjectItem(config, object) : config;
-    cJSON_DeleteItemFromObject(place, member);
-    if (json != NULL)
-        cJSON_AddItemToObject(place, member, cJSON_Parse(json));
-    char *text = cJSON_Print(config), *path = memory_format("%s/config.json", directory);
-    assert_int_equal(files_write_text(path, text, &err), 0);
-    free(path);
-    cJSON_free(text);
-    cJSON_Delete(config);
-}
-
 static void another_drafter_is_refused_by_name(void **state)
 {
     (void)state;
@@ -745,7 +717,7 @@ static void another_drafter_is_refused_by_name(void **state)
         const char *out = run_path(&at.run, "edited");
         assert_int_equal(export_to(out, edits[i].format, NULL, &err), 0);
         must_start_with(out);
-        edit_config(out, edits[i].object, edits[i].member, edits[i].json);
+        model_config_edit(out, edits[i].object, edits[i].member, edits[i].json);
         char *words = memory_format("config.json: %s: ", edits[i].member);
         bool missing = strcmp(edits[i].member, "transformer_layer_config") == 0;
         must_not_start_with(out, missing ? "transformer_layer_config is missing" : words, NULL);
@@ -769,9 +741,9 @@ static void what_is_not_stated_has_the_readers_defaults(void **state)
                                            "attention_bias",     "head_dim",   "target_hidden_size",
                                            "tie_word_embeddings"};
     for (size_t i = 0; i < sizeof(left_out) / sizeof(*left_out); i++)
-        edit_config(out, NULL, left_out[i], NULL);
+        model_config_edit(out, NULL, left_out[i], NULL);
     must_start_with(out);
-    edit_config(out, NULL, "num_key_value_heads", NULL); // as many as there are heads
+    model_config_edit(out, NULL, "num_key_value_heads", NULL); // as many as there are heads
     must_not_start_with(out, "config.json: num_key_value_heads: ", NULL);
 }
 

@@ -12,6 +12,7 @@
 
 #include "base/bf16.h"
 #include "base/memory.h"
+#include "tests/support/model_config.h"
 #include "tests/support/run_fixture.h"
 #include "trainer/files.h"
 
@@ -94,35 +95,6 @@ static void must_score_alike(const char *first, const char *second)
         free(a);
         free(b);
     }
-}
-
-static cJSON *read_config(const char *directory)
-{
-    struct error err = {""};
-    char *path = memory_format("%s/config.json", directory);
-    char *text = files_read_text(path, &err);
-    cJSON *config = cJSON_Parse(text);
-    assert_non_null(config);
-    free(text);
-    free(path);
-    return config;
-}
-
-// Sets a member of config.json, in an object of it when `object` is given; json NULL removes it.
-static void edit_config(const char *directory, const char *object, const char *member,
-                        const char *json)
-{
-    struct error err = {""};
-    cJSON *config = read_config(directory);
-    cJSON *at = object != NULL ? cJSON_GetObjectItem(config, object) : config;
-    cJSON_DeleteItemFromObject(at, member);
-    if (json != NULL)
-        cJSON_AddItemToObject(at, member, cJSON_Parse(json));
-    char *text = cJSON_Print(config), *path = memory_format("%s/config.json", directory);
-    assert_int_equal(files_write_text(path, text, &err), 0);
-    free(path);
-    cJSON_free(text);
-    cJSON_Delete(config);
 }
 
 // The release once more, without one tensor, with one more, with one of another shape or in fp32.
@@ -320,7 +292,7 @@ static void speculators_states_every_field(void **state)
     run_fixture_set(&fixture, "drafter.layer_types=[sliding_attention, sliding_attention]");
     run_fixture_set(&fixture, "drafter.sliding_window=12");
     train_and_export(all_formats);
-    cJSON *config = read_config(init_from("speculators")), *all = cJSON_Parse(wanted);
+    cJSON *config = model_config_read(init_from("speculators")), *all = cJSON_Parse(wanted);
     char *text = cJSON_Print(config);
     if (!cJSON_Compare(config, all, true))
         fail_msg("config.json is\n%s", text);
@@ -333,7 +305,7 @@ static void full_layers_state_no_causality(void **state)
 {
     (void)state;
     train_and_export(all_formats);
-    cJSON *config = read_config(init_from("speculators"));
+    cJSON *config = model_config_read(init_from("speculators"));
     assert_null(cJSON_GetObjectItem(config, "sliding_window_non_causal"));
     cJSON_Delete(config);
 }
@@ -432,10 +404,10 @@ static void what_dtrain_does_not_have_is_refused_by_name(void **state)
     train_and_export(all_formats);
     for (size_t i = 0; i < sizeof(edits) / sizeof(*edits); i++) {
         const char *directory = init_from(edits[i][0]), *member = edits[i][2];
-        cJSON *before = read_config(directory);
+        cJSON *before = model_config_read(directory);
         if (strcmp(member, "use_sliding_window") == 0)
-            edit_config(directory, NULL, "layer_types", NULL);
-        edit_config(directory, edits[i][1], member, edits[i][3]);
+            model_config_edit(directory, NULL, "layer_types", NULL);
+        model_config_edit(directory, edits[i][1], member, edits[i][3]);
         must_refuse(directory, "run.seed=7", "config.json",
                     strcmp(member, "use_sliding_window") == 0 ? "layer_types" : member);
         struct error err = {""};
@@ -459,14 +431,14 @@ static void defaults_and_other_spellings_are_understood(void **state)
                                            "attention_bias", "use_sliding_window", "layer_types",
                                            "rms_norm_eps"};
     for (size_t i = 0; i < sizeof(left_out) / sizeof(*left_out); i++)
-        edit_config(directory, layers, left_out[i], NULL);
-    edit_config(directory, NULL, "block_size", NULL); // 8
+        model_config_edit(directory, layers, left_out[i], NULL);
+    model_config_edit(directory, NULL, "block_size", NULL); // 8
     assert_int_equal(start_from(directory, "run.seed=7", NULL), 0);
-    edit_config(directory, layers, "rope_parameters",
-                "{\"rope_type\": \"default\", \"rope_theta\": 500.0}");
+    model_config_edit(directory, layers, "rope_parameters",
+                      "{\"rope_type\": \"default\", \"rope_theta\": 500.0}");
     must_refuse(directory, "run.max_steps=1", "config.json", "rope_theta");
     // It leaves copies of the target out, too.
-    edit_config(directory, layers, "rope_parameters", NULL);
+    model_config_edit(directory, layers, "rope_parameters", NULL);
     rewrite_model(directory, &(struct rewrite){.without = "embed_tokens.weight"});
     rewrite_model(directory, &(struct rewrite){.without = "lm_head.weight", .fp32 = true});
     char *from = memory_format("drafter.init_from=%s", directory);

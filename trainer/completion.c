@@ -14,3 +14,9 @@ int command_completion(const struct options *options)
         completion_write_zsh(stdout);
     return EXIT_DONE;
 }
+
+void completion_write_choices(FILE *out, const char *choices)
+{
+    for (const char *word = choices; *word != '\0'; word += strlen(word) + 1)
+        fprintf(out, "%s%s", word == choices ? "" : " ", word);
+}

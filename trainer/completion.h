@@ -6,5 +6,7 @@
 
 void completion_write_bash(FILE *out);
 void completion_write_zsh(FILE *out);
+// Words that end with an empty one, with blanks between them.
+void completion_write_choices(FILE *out, const char *choices);
 
 #endif

@@ -79,12 +79,6 @@ static const char functions[] =
     "}\n"
     "\n";
 
-static void print_choices(FILE *out, const char *choices)
-{
-    for (const char *word = choices; *word != '\0'; word += strlen(word) + 1)
-        fprintf(out, "%s%s", word == choices ? "" : " ", word);
-}
-
 // ---- keys ----------------------------------------------------------------------------------------
 
 static void print_key(void *context, const struct config_key_words *key)
@@ -107,7 +101,7 @@ static void print_key_case(void *context, const struct config_key_words *key)
         fputs(") _dtrain_paths -f \"$2\" ;;\n", out);
     } else {
         fputs(") _dtrain_words '", out);
-        print_choices(out, key->choices);
+        completion_write_choices(out, key->choices);
         fputs("' \"$2\" ;;\n", out);
     }
 }
@@ -135,7 +129,7 @@ static void print_completion(FILE *out, enum value_kind kind, const char *choice
     };
     if (choices != NULL) {
         fputs("_dtrain_words '", out);
-        print_choices(out, choices);
+        completion_write_choices(out, choices);
         fputs("' \"$2\"; ", out);
     }
     fputs(calls[kind], out);

@@ -49,12 +49,6 @@ static void print_quoted(FILE *out, const char *text, const char *special)
     }
 }
 
-static void print_choices(FILE *out, const char *choices)
-{
-    for (const char *word = choices; *word != '\0'; word += strlen(word) + 1)
-        fprintf(out, "%s%s", word == choices ? "" : " ", word);
-}
-
 // ---- keys ----------------------------------------------------------------------------------------
 
 static void print_key(void *context, const struct config_key_words *key)
@@ -90,7 +84,7 @@ static void print_key_case(void *context, const struct config_key_words *key)
         fputs(") _files ;;\n", out);
     } else {
         fputs(") compadd -- ", out);
-        print_choices(out, key->choices);
+        completion_write_choices(out, key->choices);
         fputs(" ;;\n", out);
     }
 }
@@ -129,12 +123,12 @@ static void print_action(FILE *out, const char *value, enum value_kind kind, con
     }
     if (kind == VALUE_WORD) {
         fputc('(', out);
-        print_choices(out, choices);
+        completion_write_choices(out, choices);
         fputc(')', out);
         return;
     }
     fputs("_alternative \"words\\:word\\:(", out);
-    print_choices(out, choices);
+    completion_write_choices(out, choices);
     fprintf(out, ")\" \"paths\\:path\\:%s\"", actions[kind]);
 }
 

@@ -77,32 +77,37 @@ def mask_token(config, target_config):
                                                  mask_token_id=config.mask_token_id)
 
 
+def build(arguments, export, algorithm, module, model_class):
+    """The target's config, what SGLang captures for the drafter, the drafter with its weights, tensors left unread."""
+    import torch
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    target_config = ModelConfig.from_server_args(arguments)
+    capture = spec_aux_hidden_state.resolve_spec_aux_hidden_state_config(
+        server_args=arguments, model_config=target_config, is_draft_worker=False,
+        spec_algorithm=SpeculativeAlgorithm.from_string(algorithm))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = model_class(capture.draft_model_config.hf_config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    probe.spoil(model)
+    return target_config, capture, model, load(model, module, probe.read_weights(export["folder"]))
+
+
 def probe_export(target, export):
     if export["layout"] == "speculators":
         return {"unread": "SGLang does not read the speculators layout; give it --format "
                           + ("specforge" if export.get("kind") == "eagle3" else "zlab")}
     if export.get("kind") == "eagle3":
         return probe_eagle3(target, export)
-    import torch
     from sglang.srt.arg_groups.model_override_base import resolved_view
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
     from sglang.srt.models import dflash
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     arguments = resolve(target, export)
-    target_config = ModelConfig.from_server_args(arguments)
-    capture = spec_aux_hidden_state.resolve_spec_aux_hidden_state_config(
-        server_args=arguments, model_config=target_config, is_draft_worker=False,
-        spec_algorithm=SpeculativeAlgorithm.from_string("DFLASH"))
+    target_config, capture, model, ignored = build(arguments, export, "DFLASH", dflash, dflash.DFlashDraftModel)
     draft = capture.draft_model_config
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        model = dflash.DFlashDraftModel(draft.hf_config)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    probe.spoil(model)
-    ignored = load(model, dflash, probe.read_weights(export["folder"]))
     parsed = parse_dflash_draft_config(draft_hf_config=draft.hf_config)
     facts = model_facts(model, draft.hf_config)
     captured = [int(i) for i in capture.dflash_target_layer_ids]
@@ -140,24 +145,11 @@ def model_facts(model, hf_config):
 
 
 def probe_eagle3(target, export):
-    import torch
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
     from sglang.srt.models import llama_eagle3
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     arguments = resolve(target, export)
-    target_config = ModelConfig.from_server_args(arguments)
-    capture = spec_aux_hidden_state.resolve_spec_aux_hidden_state_config(
-        server_args=arguments, model_config=target_config, is_draft_worker=False,
-        spec_algorithm=SpeculativeAlgorithm.from_string("EAGLE3"))
+    target_config, capture, model, ignored = build(arguments, export, "EAGLE3", llama_eagle3,
+                                                   llama_eagle3.LlamaForCausalLMEagle3)
     draft = capture.draft_model_config
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        model = llama_eagle3.LlamaForCausalLMEagle3(draft.hf_config)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    probe.spoil(model)
-    ignored = load(model, llama_eagle3, probe.read_weights(export["folder"]))
     layers = target_config.num_hidden_layers
     captured = capture.eagle_aux_hidden_state_layer_ids
     if captured is None:  # as set_eagle3_layers_to_capture of its models has it
