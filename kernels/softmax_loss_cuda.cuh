@@ -100,7 +100,7 @@ static __device__ __forceinline__ float loss_exp2(float x)
 // Finite also where nothing finite was seen: then 2^(-inf - reference) is 0 and NaN stays NaN.
 static __device__ __forceinline__ float loss_reference(float max)
 {
-    return fmaxf(max, -2e38f) * LOSS_L;
+    return __fmul_rn(fmaxf(max, -2e38f), LOSS_L);
 }
 
 static __device__ __forceinline__ float loss_power(float x, float reference)
