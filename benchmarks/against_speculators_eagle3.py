@@ -84,7 +84,7 @@ def compile_parts(draft, backend):
 
 
 def peer_batch(model, tokens):
-    """A packed row as their data loader hands it over: every document shifted against its features."""
+    """A packed row as their data loader hands it over: every document shifted against its features, filled up at the end."""
     masks, owners = one_row(made_up.even_documents(tokens), tokens)
     starts = np.flatnonzero(np.diff(owners, prepend=-1))
     positions = np.arange(tokens) - starts[owners]
@@ -99,7 +99,12 @@ def peer_batch(model, tokens):
         "document_ids": torch.tensor(owners, device=DEVICE)[feature],
         "position_ids": torch.tensor(positions, device=DEVICE)[feature + 1],
     }
-    return {name: tensor[None] for name, tensor in batch.items()}
+    return {name: filled_up(tensor, tokens, -1 if name == "document_ids" else 0)[None] for name, tensor in batch.items()}
+
+
+def filled_up(tensor, rows, value):
+    rest = tensor.new_full((rows - tensor.shape[0], *tensor.shape[1:]), value)
+    return torch.cat([tensor, rest])
 
 
 class Peer:

@@ -130,7 +130,7 @@ tests() {
             check_later 120 "$path $op" "$path-$op" "$BUILD/tests/test_kernels" $path "$op/"
         done
     done
-    check_later 150 "steps against the CPU, and repeated" check python3 benchmarks/gpu_check.py --dtrain "$BUILD/dtrain"
+    check_later 150 "steps against the CPU, and repeated" check python3 benchmarks/gpu_check.py --dtrain "$BUILD/dtrain" bf16 twice kill trace generic
     check_later 150 "ctest -L cuda" ctest ctest --test-dir "$BUILD" -L cuda -E '^kernels' -j 4 --output-on-failure
 }
 
@@ -182,6 +182,8 @@ export OMP_NUM_THREADS=2
 wanted tests && tests
 wanted sanitizer && sanitizer
 for id in $(jobs -rp); do [ "$id" = "$peer_id" ] || wait "$id"; done
+# It reads the memory of the whole device, so nothing else may run there.
+wanted tests && check 60 "memory stays the same" memory python3 benchmarks/gpu_check.py --dtrain "$BUILD/dtrain" memory
 if [ -n "$peer_id" ]; then # it compiles before, and stands still while others are timed
     peer_ends 20 waiting
     kill -STOP "$peer_id" 2>/dev/null
