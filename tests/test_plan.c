@@ -129,6 +129,16 @@ static int64_t whole(const cJSON *object, const char *name)
     return (int64_t)program_number(object, name);
 }
 
+// NCCL's memory is there on several GPUs, about the same on any number of them.
+static void check_nccl(const cJSON *part)
+{
+    const int64_t mib = 1 << 20;
+    int64_t ranks = whole(part, "ranks");
+    int64_t nccl = whole(cJSON_GetObjectItem(part, "groups"), "NCCL");
+    assert_int_equal(nccl, ranks_gpu_bytes(ranks));
+    assert_true(ranks == 1 ? nccl == 0 : nccl > 256 * mib && nccl < 1024 * mib);
+}
+
 static void check_sums(const cJSON *part)
 {
     int64_t sum = 0;
@@ -162,7 +172,11 @@ static void json_adds_up(void **state)
     cJSON *root = program_json(out);
     const cJSON *ranks = cJSON_GetObjectItem(root, "ranks"), *part, *tensor;
     assert_int_equal(cJSON_GetArraySize(ranks), 4);
-    cJSON_ArrayForEach(part, ranks) check_sums(part);
+    cJSON_ArrayForEach(part, ranks)
+    {
+        check_sums(part);
+        check_nccl(part);
+    }
     check_sums(cJSON_GetObjectItem(root, "host"));
     int64_t sum = 0;
     cJSON_ArrayForEach(tensor, cJSON_GetObjectItem(root, "tensors"))

@@ -10,6 +10,8 @@
 #include "base/log.h"
 #include "kernels/cuda_sizes.h"
 
+#define PART_NCCL "NCCL" // of several ranks
+
 static bool on_cpu(const struct execution *e)
 {
     return strcmp(e->device, "cpu") == 0;
@@ -48,6 +50,8 @@ static void sum_device(struct plan *plan, const struct plan_subject *subject)
              subject->backend->stream_workspace_bytes((int)plan->execution.threads));
     if (!on_cpu(&plan->execution))
         add_part(plan->device, &plan->device_count, "CUDA context", CUDA_CONTEXT_BYTES);
+    if (!on_cpu(&plan->execution))
+        add_part(plan->device, &plan->device_count, PART_NCCL, 0);
 }
 
 struct feature_layout plan_token_layout(const struct plan_subject *subject)
@@ -194,6 +198,8 @@ size_t plan_part_bytes(const struct plan *plan, size_t part, int64_t ranks)
     BUG_UNLESS(ranks > 0 && ranks <= PLAN_MOST_RANKS);
     if (ranks > 1 && strcmp(p->name, "optimizer") == 0)
         return optimizer_bytes(plan, ranks);
+    if (strcmp(p->name, PART_NCCL) == 0)
+        return ranks_gpu_bytes(ranks);
     size_t bytes = p->bytes;
     if (ranks > 1 && strcmp(p->name, "weights") == 0)
         bytes += planned((size_t)plan->params.norm_elements * sizeof(float));

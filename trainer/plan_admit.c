@@ -24,17 +24,19 @@ static size_t least_of_ranks(const struct session *session, size_t bytes)
     return (size_t)-least;
 }
 
-// What a run may take in all. On a GPU most of the context that the plan counts is there already.
+// What a run may take in all. On a GPU most of the context that the plan counts is there already, and all of
+// NCCL's.
 static size_t free_memory(const struct session *session)
 {
-    size_t left = 0, total = 0, used;
+    size_t left = 0, total = 0, used, begun;
     uint64_t limit = config_memory_limit(session->config);
     session->backend->memory(&left, &total);
     used = total - left;
+    begun = CUDA_CONTEXT_BEGUN_BYTES + ranks_gpu_bytes(session_ranks(session));
     if (strcmp(session->backend->name, "cpu") == 0)
         left /= machine_ranks(session);
     else
-        left += used < CUDA_CONTEXT_BEGUN_BYTES ? used : CUDA_CONTEXT_BEGUN_BYTES;
+        left += used < begun ? used : begun;
     return least_of_ranks(session, limit > 0 && limit < left ? (size_t)limit : left);
 }
 

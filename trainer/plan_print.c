@@ -128,8 +128,8 @@ static void print_device(const struct plan_report *r, FILE *out)
 {
     struct unit unit = byte_unit(plan_device_bytes(r->plan, 1));
     char title[32];
-    snprintf(title, sizeof(title), "%s, %s on",
-             strcmp(r->plan->execution.device, "cpu") == 0 ? "step" : "GPU memory", unit.name);
+    bool cpu = strcmp(r->plan->execution.device, "cpu") == 0;
+    snprintf(title, sizeof(title), "%s, %s on", cpu ? "step" : "GPU memory", unit.name);
     fprintf(out, "\n%-22s", title);
     for (size_t i = 0; i < RANK_COLUMNS; i++) {
         snprintf(title, sizeof(title), "%lld rank%s", (long long)rank_columns[i],
@@ -141,8 +141,10 @@ static void print_device(const struct plan_report *r, FILE *out)
         print_rank_row(r, out, part, unit);
     print_share(r, out);
     print_shared(r, out, unit);
-    fprintf(out, "  On several ranks optimizer state and master weights belong to ranks as whole\n"
-                 "  tensors; what NCCL takes for itself is not counted.\n");
+    fprintf(out,
+            "  On several ranks optimizer state and master weights belong to ranks as whole\n"
+            "  tensors.%s\n",
+            cpu ? "" : " The CUDA context and NCCL are estimates.");
 }
 
 static void print_host(const struct plan_report *r, FILE *out)
@@ -336,7 +338,7 @@ void plan_summary(const struct plan *plan, int64_t ranks, char *text, size_t siz
     size_t at = 0;
     text[0] = '\0';
     for (size_t i = 0; i < plan->device_count && at < size; i++)
-        if (plan->device[i].bytes > 0)
+        if (plan_part_bytes(plan, i, ranks) > 0)
             at += (size_t)snprintf(text + at, size - at, "%s %s, ", plan->device[i].name,
                                    byte_size_text((double)plan_part_bytes(plan, i, ranks), bytes));
     bool cpu = strcmp(plan->execution.device, "cpu") == 0;

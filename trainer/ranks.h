@@ -30,6 +30,8 @@ int ranks_rank(const struct ranks *ranks);
 int ranks_size(const struct ranks *ranks);
 int ranks_local(
     const struct ranks *ranks); // this process among those of its machine: which GPU it takes
+// What NCCL takes of each GPU for that many ranks. An estimate, and for more than eight on several machines.
+size_t ranks_gpu_bytes(int64_t ranks);
 
 // After the backend is chosen (ranks_open has left this process one visible GPU, which is its own):
 // connects the engine. Before it nothing below may be called but ranks_signal, ranks_fail and ranks_close.

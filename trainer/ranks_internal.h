@@ -14,6 +14,12 @@
 extern "C" {
 #endif
 
+enum {
+    RANKS_CHANNELS =
+        16, // of NCCL, each one multiprocessor: the rest goes on with the backward pass
+    RANKS_STAGE_BYTES = 1 << 18 // of host values from one rank at a time, on the GPU
+};
+
 // How values travel; comments in ranks.h say what each call does. Called by one thread, but for `waiting`.
 struct ranks_engine {
     const char *name;

@@ -21,9 +21,8 @@
 #include "trainer/ranks_internal.h"
 
 enum {
-    STAGE_BYTES = 1 << 18, // of host values from one rank at a time
-    MOST_CTAS = 16,        // the rest of the GPU goes on with the backward pass
-    SPINS = 5000,          // looks before the processor is left to others
+    STAGE_BYTES = RANKS_STAGE_BYTES,
+    SPINS = 5000, // looks before the processor is left to others
     PAUSE_NANOSECONDS = 20000
 };
 
@@ -320,10 +319,9 @@ static int join(struct nccl_state *s, struct error *err)
 {
     ncclUniqueId id;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    int version = 0;
     memset(&id, 0, sizeof(id));
     config.blocking = 0;
-    config.maxCTAs = MOST_CTAS;
+    config.maxCTAs = RANKS_CHANNELS;
     if (s->rank == 0) {
         ncclResult_t result = s->nccl.GetUniqueId(&id);
         if (result != ncclSuccess)
@@ -336,9 +334,24 @@ static int join(struct nccl_state *s, struct error *err)
     if (result != ncclSuccess)
         return error_set(err, "NCCL can not connect the GPUs: %s (NCCL_DEBUG=INFO tells more)",
                          error_text(s, result));
-    check(s, s->nccl.GetVersion(&version), "ncclGetVersion");
-    log_info("NCCL %d.%d.%d", version / 10000, version % 10000 / 100, version % 100);
     return 0;
+}
+
+static size_t memory_used(void)
+{
+    size_t left = 0, total = 0;
+    cuda_check(cudaMemGetInfo(&left, &total));
+    return total - left;
+}
+
+// used: before NCCL was there. Other processes on the GPU may blur it.
+static void describe(struct nccl_state *s, size_t used)
+{
+    int version = 0;
+    double taken = (double)memory_used() - (double)used, planned = (double)ranks_gpu_bytes(s->size);
+    check(s, s->nccl.GetVersion(&version), "ncclGetVersion");
+    log_info("NCCL %d.%d.%d takes %.0f MiB of the GPU's memory, %.0f were planned", version / 10000,
+             version % 10000 / 100, version % 100, taken / 0x1p20, planned / 0x1p20);
 }
 
 const struct ranks_engine *ranks_nccl_engine(struct ranks *ranks, void **state, struct error *err)
@@ -353,12 +366,14 @@ const struct ranks_engine *ranks_nccl_engine(struct ranks *ranks, void **state, 
     s->rank = ranks_rank(ranks);
     s->size = ranks_size(ranks);
     set_environment();
+    size_t used = memory_used();
     if (nccl_library_open(&s->nccl, err) != 0 || join(s, err) != 0) {
         free(s);
         return NULL;
     }
     open_streams(s);
     connect_all(s);
+    describe(s, used);
     *state = s;
     return &engine;
 }
