@@ -7,6 +7,7 @@
 // MODEL: v4, qwen3-8b, small; EAGLE-3: eagle3-qwen3-8b, eagle3-small, where every position counts (all).
 // A run's own settings of memory.* and kernels.* are given as key=value, and data.rows_per_step for steps of
 // several such rows. draft_vocab: EAGLE-3 with a draft vocabulary of N tokens.
+// With optimizer.kind=muon it also prints the update of Muon's matrices, and of AdamW's tensors, by themselves.
 // Started by torchrun or mpirun it is as many ranks, which share the rows of a step; rank 0 prints, also how
 // long what they exchange takes alone, and how much of it a step waits for.
 #include <math.h>
@@ -20,8 +21,10 @@
 #include "base/timer.h"
 #include "tests/support/backends.h"
 #include "tests/support/rows.h"
+#include "trainer/muon.h"
 #include "trainer/step.h"
 #include "trainer/tune.h"
+#include "trainer/update_rule.h"
 
 enum { MOST_FEATURES = 5, DOCUMENTS = 4, WARM_UP = 1, LEAST_STEPS = 3, MOST_COUNTS = 16 };
 static const int64_t ALL_ANCHORS = INT32_MAX;
@@ -249,8 +252,10 @@ static void open_step(struct bench *b)
     if (step_tune(&b->step, &b->execution, &err) != 0)
         fail(&err);
     if (is_first(b))
-        printf("start: memory and target %.1f s, weights %.1f s, products %.1f s\n", opened - begin,
-               initialized - opened, timer_now() - initialized);
+        printf(
+            "start: memory and target %.1f s, weights %.1f s, %lld algorithms of products %.1f s\n",
+            opened - begin, initialized - opened, (long long)b->execution.gemm.count,
+            timer_now() - initialized);
 }
 
 static void make_row(struct bench *b)
@@ -377,17 +382,62 @@ static void broadcast_all(struct bench *b)
 }
 
 // Milliseconds, with nothing beside it.
-static double time_alone(struct bench *b, void (*exchange)(struct bench *b))
+static double time_alone(struct bench *b, void (*work)(struct bench *b))
 {
     enum { TIMES = 5 };
     double begin = 0.0;
     for (int i = 0; i <= TIMES; i++) { // the first warms up
-        exchange(b);
+        work(b);
         b->on.backend->sync(b->step.stream);
         if (i == 0)
             begin = timer_now();
     }
     return 1e3 * (timer_now() - begin) / TIMES;
+}
+
+static bool updates_by_muon(const struct bench *b, size_t param)
+{
+    return update_is_muon(&b->config.optimizer, &b->params.items[param]);
+}
+
+// The tensors that this rank owns and Muon takes, or AdamW.
+static void update(struct bench *b, bool muon)
+{
+    const struct step_update update = {.lr = 1e-5, .grad_scale = 1.0, .applied_step = b->steps + 1};
+    for (size_t i = 0; i < b->params.count; i++)
+        if (updates_by_muon(b, i) == muon && ownership_mine(&b->ownership, i))
+            step_update_tensor(&b->step, &update, i);
+}
+
+static void update_muon(struct bench *b)
+{
+    update(b, true);
+}
+
+static void update_adamw(struct bench *b)
+{
+    update(b, false);
+}
+
+// Rank 0's.
+static void print_update(struct bench *b)
+{
+    const struct optimizer_config *o = &b->config.optimizer;
+    int64_t matrices = 0;
+    double flops = 0.0;
+    if (o->kind != OPTIMIZER_MUON)
+        return;
+    for (size_t i = 0; i < b->params.count; i++)
+        if (updates_by_muon(b, i) && ownership_mine(&b->ownership, i)) {
+            const struct param *p = &b->params.items[i];
+            matrices++;
+            flops += muon_flops(o, p->shape[0], p->shape[1]);
+        }
+    double muon = time_alone(b, update_muon), adamw = time_alone(b, update_adamw);
+    if (is_first(b))
+        printf("update alone: Muon %.1f ms of %lld matrices (%.0f TFLOP/s of products), AdamW %.1f "
+               "ms of the other tensors\n",
+               muon, (long long)matrices, 1e-9 * flops / muon, adamw);
 }
 
 static void print_exchange(struct bench *b)
@@ -500,6 +550,7 @@ int main(int argc, char **argv)
     for (int i = 0; i < count; i++)
         print_steps(&b, model->name, anchors[i], &per_row[i]);
     print_changing(&b, anchors, per_row, count);
+    print_update(&b);
     print_exchange(&b);
     bench_close(&b);
     return 0;

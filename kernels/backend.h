@@ -64,7 +64,7 @@ struct backend {
     // Between gemm_record and gemm_tune the stream remembers its products. Then gemm_tune times them,
     // for about so many seconds at most, takes what is fastest (what the library proposes first, where
     // there was no time), and lists it. Operands must still be where they were, and lose their
-    // contents: A and C of all, B of those whose A is transposed.
+    // contents: A and C of all, B of those whose A is transposed and of fixed ones.
     void (*gemm_record)(struct stream *stream);
     void (*gemm_tune)(struct stream *stream, double seconds, struct gemm_algorithms *algorithms);
     // Takes what was listed before. -1 when the library does not know an algorithm.

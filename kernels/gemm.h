@@ -26,6 +26,9 @@ struct gemm {
     int64_t parts;       // 0 or 1: k as a whole
     float *part_sums;    // [m, parts, n] scratch; no element of it is one of A, B or C
     int64_t part_stride; // elements between its rows; 0: packed
+    // Of scratch alone, and of no other count of rows later: where algorithms are timed, for these sizes
+    // only, A and B may lose their contents, too.
+    bool fixed;
 };
 
 typedef void gemm_fn(struct stream *stream, const struct gemm *gemm);

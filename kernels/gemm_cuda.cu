@@ -323,7 +323,8 @@ static void add_parts(struct stream *stream, const struct gemm *gemm)
     launch_check();
 }
 
-// Keeps of each product the call with the most rows.
+// Keeps of each product the call with the most rows; of a fixed one, which may be the same product at other
+// rows, every count of them.
 static void record(struct gemm_state *state, const struct gemm *g)
 {
     struct gemm_product product = gemm_product_of(g), any = gemm_product_with_rows(&product, 0);
@@ -331,7 +332,8 @@ static void record(struct gemm_state *state, const struct gemm *g)
     for (; i < state->recorded_count; i++) {
         struct gemm_product other = gemm_product_of(&state->recorded[i]);
         struct gemm_product other_any = gemm_product_with_rows(&other, 0);
-        if (!gemm_product_equal(&any, &other_any))
+        if (!gemm_product_equal(&any, &other_any) || state->recorded[i].fixed != g->fixed ||
+            (g->fixed && gemm_product_rows(&product) != gemm_product_rows(&other)))
             continue;
         if (gemm_product_rows(&product) > gemm_product_rows(&other))
             state->recorded[i] = *g;

@@ -32,8 +32,9 @@ const double small_product = 2e11; // operations
 const double large_product = 4e11; // operations: timed while the GPU is kept busy
 const double busy_seconds = 0.02;  // for which it is, before and while it is timed
 const double hopeless = 1.1;       // times the least of the first round: not run again
-const double seldom = 0.3;         // weight of the time at fewer rows than the most there can be
-const double worth_it = 0.98;      // times the first proposal's: else that is taken
+// Weight of the time at fewer rows than the most there can be, and of what is multiplied once a step.
+const double seldom = 0.3;
+const double worth_it = 0.98; // times the first proposal's: else that is taken
 
 // How there is time to compare: not at all, in short, or with a GPU kept busy.
 enum timing { TIMING_NONE, TIMING_SHORT, TIMING_BUSY };
@@ -88,12 +89,13 @@ void fill(struct stream *stream, const void *operand, enum dtype type, int64_t r
     launch_check();
 }
 
-// A is of activations or gradients always; B is where A is transposed, and weights elsewhere.
+// A is of activations or gradients always; B is where A is transposed, and weights elsewhere, unless all is
+// scratch. What is left there may hold no numbers, and what is not a number has no bits to compare.
 void fill_operands(struct stream *stream, const struct gemm *g)
 {
     fill(stream, g->a, g->a_type, g->transpose_a ? g->k : g->m, g->transpose_a ? g->m : g->k,
          g->lda, 1);
-    if (g->transpose_a)
+    if (g->transpose_a || g->fixed)
         fill(stream, g->b, g->b_type, g->transpose_b ? g->n : g->k, g->transpose_b ? g->k : g->n,
              g->ldb, 2);
 }
@@ -214,6 +216,14 @@ int fastest(const struct candidate *candidates, int count)
     return candidates[best].seconds < worth_it * candidates[0].seconds ? best : 0;
 }
 
+static bool is_tuned(const struct gemm_state *state, const struct gemm_product *product)
+{
+    for (int i = 0; i < state->tuned_count; i++)
+        if (gemm_product_equal(&state->tuned[i].product, product))
+            return true;
+    return false;
+}
+
 // Not timed, the bucket gets the first proposal that works, so that the time there was for timing
 // changes no bits either.
 void tune_bucket(struct stream *stream, const struct gemm *recorded, int64_t bucket,
@@ -224,6 +234,9 @@ void tune_bucket(struct stream *stream, const struct gemm *recorded, int64_t buc
     struct gemm g = with_rows(recorded, std::min(gemm_product_rows(&product), bucket));
     struct gemm_problem problem = problem_of(&g);
     struct candidate candidates[CANDIDATES];
+    struct gemm_product at_bucket = gemm_product_with_rows(&product, bucket);
+    if (is_tuned(state, &at_bucket)) // a fixed product like one whose rows vary
+        return;
     if (state->tuned_count == GEMM_ALGORITHMS) {
         state->buckets_left_out++;
         return;
@@ -238,7 +251,7 @@ void tune_bucket(struct stream *stream, const struct gemm *recorded, int64_t buc
         measure(stream, &g, &problem, candidates, count,
                 timing == TIMING_BUSY && operations_of(&g) >= large_product, events);
     struct gemm_tuned *tuned = &state->tuned[state->tuned_count++];
-    tuned->product = gemm_product_with_rows(&product, bucket);
+    tuned->product = at_bucket;
     tuned->algorithm = candidates[count > 1 ? fastest(candidates, count) : 0].algorithm;
 }
 
@@ -273,6 +286,21 @@ static int compare_tasks(const void *a, const void *b)
     return x->recorded != y->recorded ? x->recorded - y->recorded : x->bucket > y->bucket ? -1 : 1;
 }
 
+// Whether the same product is recorded with something added: then this is the first of a step's, which
+// begins a sum, and all others add.
+static bool begins_a_sum(const struct gemm_state *state, int recorded)
+{
+    struct gemm_product product = gemm_product_of(&state->recorded[recorded]);
+    for (int i = 0; i < state->recorded_count && !product.add; i++) {
+        struct gemm_product other = gemm_product_of(&state->recorded[i]);
+        bool adds = other.add;
+        other.add = false;
+        if (adds && gemm_product_equal(&other, &product))
+            return true;
+    }
+    return false;
+}
+
 // Ends with a task without a bucket; the caller frees it.
 static struct tuning_task *tuning_tasks_make(const struct gemm_state *state)
 {
@@ -282,12 +310,13 @@ static struct tuning_task *tuning_tasks_make(const struct gemm_state *state)
     for (int i = 0; i < state->recorded_count; i++) {
         struct gemm_product product = gemm_product_of(&state->recorded[i]);
         int64_t rows = gemm_product_rows(&product), bucket = gemm_bucket(rows);
+        double often = begins_a_sum(state, i) ? seldom : 1.0;
         if (!well_aligned(&state->recorded[i]))
             continue;
         for (int level = 0; level < LEVELS && bucket > 0; level++) {
             struct gemm g = with_rows(&state->recorded[i], std::min(rows, bucket));
-            tasks[count++] = {i, bucket, operations_of(&g) * (level == 0 ? 1.0 : seldom)};
-            bucket = gemm_bucket_below(bucket);
+            tasks[count++] = {i, bucket, operations_of(&g) * often * (level == 0 ? 1.0 : seldom)};
+            bucket = state->recorded[i].fixed ? 0 : gemm_bucket_below(bucket);
         }
     }
     qsort(tasks, (size_t)count, sizeof(*tasks), compare_tasks);

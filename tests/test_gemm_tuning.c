@@ -373,6 +373,32 @@ static void what_was_chosen_is_obeyed_bitwise(void **state)
     free(algorithms);
 }
 
+// One algorithm, for their own rows, and none where a product whose rows vary has one.
+static void fixed_products_get_one_bucket(void **state)
+{
+    (void)state;
+    const struct backend *backend = gpu();
+    struct gemm_algorithms *algorithms = calloc(1, sizeof(*algorithms));
+    struct bench bench;
+    bench_open(&bench, backend);
+    put_inputs(&bench);
+    struct gemm varied = gemm_of(&bench, 0, ROWS), same = gemm_of(&bench, 0, ROWS - 500);
+    struct gemm other = gemm_of(&bench, 1, ROWS - 300);
+    same.fixed = other.fixed = true;
+    backend->gemm_record(bench.stream);
+    backend->kernels->gemm(bench.stream, &varied);
+    backend->kernels->gemm(bench.stream, &same);
+    backend->kernels->gemm(bench.stream, &other);
+    backend->gemm_tune(bench.stream, 10.0, algorithms);
+    assert_int_equal(algorithms->count, 6 + 1);
+    int found = 0;
+    for (int64_t i = 0; i < algorithms->count; i++) // of m 700 n 512 k 384
+        found += strstr(algorithms->items[i].product, "m 768 n 512 k 384") != NULL;
+    assert_int_equal(found, 1);
+    bench_close(&bench);
+    free(algorithms);
+}
+
 static void timing_changes_no_number_much(void **state)
 {
     (void)state;
@@ -430,6 +456,7 @@ int main(void)
         cmocka_unit_test(execution_keeps_algorithms),
         cmocka_unit_test(damaged_algorithms_are_refused),
         cmocka_unit_test(what_was_chosen_is_obeyed_bitwise),
+        cmocka_unit_test(fixed_products_get_one_bucket),
         cmocka_unit_test(timing_changes_no_number_much),
         cmocka_unit_test(unknown_algorithms_are_refused),
     };

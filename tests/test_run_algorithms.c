@@ -1,6 +1,6 @@
 // GEMM algorithms of whole training runs in this process, on a CPU backend that has some to choose:
-// which are obeyed, kept, and chosen anew when the library knows them no more. Linked with
-// --wrap=backend_cpu.
+// which products are shown to be chosen for, which choices are obeyed, kept, and made anew when the library
+// knows them no more. Linked with --wrap=backend_cpu.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -10,8 +10,10 @@
 #include <cmocka.h>
 
 #include "base/memory.h"
+#include "kernels/arguments.h"
 #include "kernels/backend.h"
 #include "kernels/gemm_algorithms.h"
+#include "kernels/kernels.h"
 #include "tests/support/run_fixture.h"
 #include "trainer/commands.h"
 #include "trainer/files.h"
@@ -21,18 +23,65 @@ static const char *known = "01";
 static int times_chosen;
 static char *kept_meanwhile; // a command that stands for another run; NULL: none
 
+// A product of a step, with its rows where those are fixed, else with the most there were.
+struct shown {
+    struct gemm_product product;
+    bool fixed;
+};
+enum { MOST_SHOWN = 256 };
+static struct shown shown[MOST_SHOWN]; // between record and tune
+static int shown_count;
+static bool showing;
+static int multiplied, multiplied_fixed, unseen; // after that
+
 const struct backend *__real_backend_cpu(void);
 const struct backend *__wrap_backend_cpu(void);
 
 static void made_record(struct stream *stream)
 {
     (void)stream;
+    shown_count = multiplied = multiplied_fixed = unseen = 0;
+    showing = true;
+}
+
+static bool was_shown(const struct gemm_product *product, bool fixed)
+{
+    int64_t rows = gemm_product_rows(product);
+    for (int i = 0; i < shown_count; i++) {
+        struct gemm_product alike = gemm_product_with_rows(&shown[i].product, rows);
+        int64_t most = gemm_product_rows(&shown[i].product);
+        if (shown[i].fixed == fixed && gemm_product_equal(&alike, product) &&
+            (fixed ? rows == most : rows <= most))
+            return true;
+    }
+    return false;
+}
+
+static void watched_gemm(struct stream *stream, const struct gemm *gemm)
+{
+    struct gemm g = gemm_with_strides(gemm);
+    struct gemm_product product = gemm_product_of(&g);
+    if (showing && !was_shown(&product, g.fixed)) {
+        assert_true(shown_count < MOST_SHOWN);
+        shown[shown_count++] = (struct shown){product, g.fixed};
+    } else if (!showing && g.m > 0) {
+        char text[GEMM_PRODUCT_TEXT];
+        multiplied++;
+        multiplied_fixed += g.fixed;
+        if (!was_shown(&product, g.fixed)) {
+            gemm_product_print(&product, text);
+            print_message("not shown: %s\n", text);
+            unseen++;
+        }
+    }
+    __real_backend_cpu()->kernels->gemm(stream, gemm);
 }
 
 static void made_tune(struct stream *stream, double seconds, struct gemm_algorithms *algorithms)
 {
     (void)stream;
     (void)seconds;
+    showing = false;
     times_chosen++;
     algorithms->count = 1;
     snprintf(algorithms->items[0].product, GEMM_PRODUCT_TEXT,
@@ -54,27 +103,33 @@ static int made_obey(struct stream *stream, const struct gemm_algorithms *algori
 const struct backend *__wrap_backend_cpu(void)
 {
     static struct backend backend;
+    static struct kernels kernels;
     backend = *__real_backend_cpu();
+    kernels = *backend.kernels;
+    kernels.gemm = watched_gemm;
+    backend.kernels = &kernels;
     backend.gemm_record = made_record;
     backend.gemm_tune = made_tune;
     backend.gemm_obey = made_obey;
     return &backend;
 }
 
-// Trains `steps` in the folder `name` with this value of kernels.algorithms. The exit status.
+// Trains `steps` in the folder `name` with this value of kernels.algorithms and the fixture's sets. The exit
+// status.
 static int train(const struct run_fixture *f, const char *name, int steps, const char *algorithms)
 {
+    enum { MOST_SETS = 32 };
     char *run_dir = memory_format("run.dir=%s/%s", f->folder, name);
     char *key = memory_format("kernels.algorithms=%s", algorithms);
     char *max_steps = memory_format("run.max_steps=%d", steps);
     char *config = memory_format("%s/run.yaml", f->folder);
-    const char *sets[] = {run_dir, key, max_steps, "schedule.kind=constant",
-                          "schedule.warmup_ratio=0"};
-    struct options options = {.config = config,
-                              .sets = sets,
-                              .set_count = sizeof(sets) / sizeof(*sets),
-                              .resume = "auto",
-                              .command = "test"};
+    const char *sets[MOST_SETS] = {run_dir, key, max_steps, "schedule.kind=constant",
+                                   "schedule.warmup_ratio=0"};
+    size_t count = 5;
+    for (int i = 0; i < f->set_count; i++)
+        sets[count++] = f->sets[i];
+    struct options options = {
+        .config = config, .sets = sets, .set_count = count, .resume = "auto", .command = "test"};
     int status = command_train(&options);
     free(config);
     free(max_steps);
@@ -182,6 +237,42 @@ static void what_a_checkpoint_had_is_obeyed_or_refused(void **state)
                 logs(f, "fresh", "the library refuses 01"));
 }
 
+// Whatever a step multiplies later is one of the products that were shown before the first step, at no more
+// rows: so it has an algorithm in execution.json. Muon's products are shown at their very sizes.
+static void all_products_of_a_step_are_shown(void **state)
+{
+    struct run_fixture *f = *state;
+    assert_int_equal(train(f, "adamw", 3, "none"), EXIT_DONE);
+    assert_int_equal(unseen, 0);
+    assert_true(multiplied > 100);
+    assert_int_equal(multiplied_fixed, 0);
+    run_fixture_set(f, "optimizer.kind=muon");
+    assert_int_equal(train(f, "muon", 3, "none"), EXIT_DONE);
+    assert_int_equal(unseen, 0);
+    assert_true(multiplied_fixed > 100 && multiplied > multiplied_fixed);
+    run_fixture_set(f, "run.compute=bf16");
+    assert_int_equal(train(f, "bf16", 3, "none"), EXIT_DONE);
+    assert_int_equal(unseen, 0);
+    assert_true(multiplied_fixed > 100);
+}
+
+static void all_products_of_eagle3_are_shown(void **state)
+{
+    static const char *const sets[] = {"drafter.kind=eagle3", "drafter.ttt_steps=4",
+                                       "drafter.style=llama", "drafter.layers=2",
+                                       "drafter.lm_head=trainable"};
+    struct run_fixture *f = *state;
+    for (size_t i = 0; i < sizeof(sets) / sizeof(*sets); i++)
+        run_fixture_set(f, sets[i]);
+    assert_int_equal(train(f, "adamw", 3, "none"), EXIT_DONE);
+    assert_int_equal(unseen, 0);
+    assert_true(multiplied > 100);
+    run_fixture_set(f, "optimizer.kind=muon");
+    assert_int_equal(train(f, "muon", 3, "none"), EXIT_DONE);
+    assert_int_equal(unseen, 0);
+    assert_true(multiplied_fixed > 100);
+}
+
 int main(void)
 {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, open_fixture, close_fixture)
@@ -190,6 +281,8 @@ int main(void)
         TEST(what_is_refused_of_the_kept_is_chosen_anew),
         TEST(what_another_keeps_meanwhile_is_no_error),
         TEST(what_a_checkpoint_had_is_obeyed_or_refused),
+        TEST(all_products_of_a_step_are_shown),
+        TEST(all_products_of_eagle3_are_shown),
     };
     return cmocka_run_group_tests_name("run_algorithms", tests, NULL, NULL);
 }

@@ -29,6 +29,7 @@ void muon_plan(struct muon *muon, const struct optimizer_config *optimizer,
         side = s > side ? s : side;
     }
     muon->type = type;
+    muon->elements = elements;
     muon->x[0] = arena_take(arena, "update", "muon_x", type, elements, 1, 1);
     muon->x[1] = arena_take(arena, "update", "muon_x_next", type, elements, 1, 1);
     muon->gram = arena_take(arena, "update", "muon_gram", type, side, side, 1);
@@ -56,7 +57,8 @@ static void iterate(const struct muon *muon, const struct backend *backend, stru
                               .c = muon->gram,
                               .a_type = type,
                               .b_type = type,
-                              .c_type = type};
+                              .c_type = type,
+                              .fixed = true};
     const struct gemm poly = {.m = s,
                               .n = s,
                               .k = s,
@@ -68,7 +70,8 @@ static void iterate(const struct muon *muon, const struct backend *backend, stru
                               .c = muon->poly,
                               .a_type = type,
                               .b_type = type,
-                              .c_type = type};
+                              .c_type = type,
+                              .fixed = true};
     const struct gemm step = {.m = r,
                               .n = c,
                               .k = s,
@@ -80,10 +83,23 @@ static void iterate(const struct muon *muon, const struct backend *backend, stru
                               .c = next,
                               .a_type = type,
                               .b_type = type,
-                              .c_type = type};
+                              .c_type = type,
+                              .fixed = true};
     backend->kernels->gemm(stream, &gram);
     backend->kernels->gemm(stream, &poly);
     backend->kernels->gemm(stream, &step);
+}
+
+void muon_show_products(const struct muon *muon, const struct optimizer_config *optimizer,
+                        const struct params *params, const struct backend *backend,
+                        struct stream *stream)
+{
+    backend->zero(stream, muon->x[0], (size_t)muon->elements * dtype_size(muon->type));
+    for (size_t i = 0; i < params->count; i++) {
+        const struct param *p = &params->items[i];
+        if (update_is_muon(optimizer, p))
+            iterate(muon, backend, stream, p->shape[0], p->shape[1], muon->x[0], muon->x[1]);
+    }
 }
 
 double muon_factor(const struct optimizer_config *optimizer, int64_t rows, int64_t columns)

@@ -10,11 +10,12 @@
 
 // Scratch on the backend for the largest matrix [r, c], s = min(r, c).
 struct muon {
-    enum dtype type; // of the products
-    void *x[2];      // [r, c] before and after an iteration
-    void *gram;      // [s, s]
-    void *poly;      // [s, s]
-    double *squares; // [1]
+    enum dtype type;  // of the products
+    int64_t elements; // of the largest matrix
+    void *x[2];       // [r, c] before and after an iteration
+    void *gram;       // [s, s]
+    void *poly;       // [s, s]
+    double *squares;  // [1]
     double *squares_scratch;
 };
 
@@ -32,6 +33,12 @@ struct muon_tensor {
 void muon_apply(const struct muon *muon, const struct optimizer_config *optimizer,
                 const struct backend *backend, struct stream *stream,
                 const struct muon_tensor *tensor);
+
+// One iteration for each matrix that Muon takes, whoever owns it, on scratch: every product that an update
+// consists of on any rank, for a choice of algorithms. No tensor is touched.
+void muon_show_products(const struct muon *muon, const struct optimizer_config *optimizer,
+                        const struct params *params, const struct backend *backend,
+                        struct stream *stream);
 
 // What the orthogonal matrix is multiplied by, besides the learning rate.
 double muon_factor(const struct optimizer_config *optimizer, int64_t rows, int64_t columns);

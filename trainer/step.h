@@ -134,6 +134,14 @@ struct step_outcome {
 // time counts for the next step. applied_step counts updates from 1 (AdamW's bias correction).
 void step_apply(struct step *step, double lr, int64_t applied_step, struct step_outcome *outcome);
 
+// What is the same for all tensors of an update.
+struct step_update {
+    double lr, grad_scale;
+    int64_t applied_step;
+};
+// Of one tensor that this rank owns, queued: what step_apply does with each.
+void step_update_tensor(struct step *step, const struct step_update *update, size_t param);
+
 // Masters and their moving average change places, and with them the weights that are read: to score with the
 // average, and once more, to go on training bitwise as before. Every rank calls it. Nothing without an average.
 void step_exchange_average(struct step *step);

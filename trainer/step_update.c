@@ -54,13 +54,7 @@ static double add_squares(const struct step *step, char *nonfinite, size_t size)
     return sum;
 }
 
-// What is the same for all tensors of an update.
-struct update {
-    double lr, grad_scale;
-    int64_t applied_step;
-};
-
-static void update_by_adamw(struct step *step, const struct update *update, size_t i)
+static void update_by_adamw(struct step *step, const struct step_update *update, size_t i)
 {
     const struct optimizer_config *o = &step->setup.config->optimizer;
     const struct param *param = &step->setup.params->items[i];
@@ -84,7 +78,7 @@ static void update_by_adamw(struct step *step, const struct update *update, size
                         .step = update->applied_step});
 }
 
-static void update_by_muon(struct step *step, const struct update *update, size_t i)
+static void update_by_muon(struct step *step, const struct step_update *update, size_t i)
 {
     const struct optimizer_config *o = &step->setup.config->optimizer;
     const struct param *param = &step->setup.params->items[i];
@@ -104,7 +98,7 @@ static void update_by_muon(struct step *step, const struct update *update, size_
                               .grad_scale = update->grad_scale});
 }
 
-static void update_average(struct step *step, const struct update *update, size_t i)
+static void update_average(struct step *step, const struct step_update *update, size_t i)
 {
     const struct step_setup *s = &step->setup;
     double keep = update_average_decay(&s->config->optimizer, update->applied_step);
@@ -117,7 +111,7 @@ static void update_average(struct step *step, const struct update *update, size_
                       });
 }
 
-static void update_tensor(struct step *step, const struct update *update, size_t i)
+void step_update_tensor(struct step *step, const struct step_update *update, size_t i)
 {
     const struct step_setup *s = &step->setup;
     if (update_is_muon(&s->config->optimizer, &s->params->items[i]))
@@ -130,18 +124,18 @@ static void update_tensor(struct step *step, const struct update *update, size_t
 
 // Part after part, in the order in which the next forward pass reads them: a part travels while the next
 // one is computed.
-static void update_all(struct step *step, const struct update *update)
+static void update_all(struct step *step, const struct step_update *update)
 {
     const struct params *params = step->setup.params;
     bool shared = step->exchange.shared;
     for (int part = 0; shared && part < params->parts; part++) {
         for (size_t i = 0; i < params->count; i++)
             if (params->items[i].part == part && ownership_mine(step->setup.ownership, i))
-                update_tensor(step, update, i);
+                step_update_tensor(step, update, i);
         step_exchange_weights(step, part);
     }
     for (size_t i = 0; !shared && i < params->count; i++)
-        update_tensor(step, update, i);
+        step_update_tensor(step, update, i);
 }
 
 // Sums of all ranks, on all of them. False: some rank has given the step up.
@@ -184,7 +178,7 @@ void step_apply(struct step *step, double lr, int64_t applied_step, struct step_
         outcome->clip_factor = clip / outcome->grad_norm;
     step->setup.backend->range_push("update");
     update_all(step,
-               &(struct update){lr, outcome->clip_factor / outcome->weight_sum, applied_step});
+               &(struct step_update){lr, outcome->clip_factor / outcome->weight_sum, applied_step});
     step->setup.backend->range_pop();
     outcome->applied = true;
     lap(step, STEP_OPTIMIZER); // read in the next step: nobody waits for the update

@@ -1,4 +1,4 @@
-// Owns the made-up row that shows which products a step consists of, and when they are timed. Does not
+// Owns the made-up row and update that show which products a step consists of, and when they are timed. Does not
 // own how (kernels/gemm_tune_cuda.cu), nor what is remembered of it (algorithm_cache.c).
 #include "trainer/tune.h"
 
@@ -9,7 +9,8 @@
 #include "base/timer.h"
 #include "trainer/algorithm_cache.h"
 
-static const double tuning_seconds = 7.0; // kept for the next run on such a device
+// Of a row, and of Muon's update; kept for the next run on such a device.
+static const double tuning_seconds = 7.0, update_seconds = 3.0;
 
 static void *zeroed(size_t bytes)
 {
@@ -50,6 +51,11 @@ static int run_group(struct step *step, const struct row *row)
     return stopped;
 }
 
+static bool is_muon(const struct step *step)
+{
+    return step->setup.config->optimizer.kind == OPTIMIZER_MUON;
+}
+
 // 1: stopped, so that nothing was timed.
 static int choose(struct step *step, struct execution *execution)
 {
@@ -58,10 +64,15 @@ static int choose(struct step *step, struct execution *execution)
     make_row(&row, step);
     backend->gemm_record(step->stream);
     step_begin(step);
-    bool stopped = run_group(step, &row) != 0;
+    // The second group adds to the gradients that the first has begun.
+    bool stopped = run_group(step, &row) != 0 || run_group(step, &row) != 0;
     backend->sync(step->stream);
     step_clock_read(&step->clock, backend, step->stream, 0);
-    backend->gemm_tune(step->stream, stopped ? 0.0 : tuning_seconds, &execution->gemm);
+    if (is_muon(step))
+        muon_show_products(&step->muon, &step->setup.config->optimizer, step->setup.params, backend,
+                           step->stream);
+    double seconds = tuning_seconds + (is_muon(step) ? update_seconds : 0.0);
+    backend->gemm_tune(step->stream, stopped ? 0.0 : seconds, &execution->gemm);
     step_begin(step);
     backend->sync(step->stream);
     row_close(&row, NULL);
