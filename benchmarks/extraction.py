@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """How fast tools/extract.py captures states, and what of the device it takes: budgets against fixed batches.
 
-    extraction.py [--model DIR | --shape smollm2|tiny] [--device cuda] [--documents 1500] [--planes bfloat16|float8]
+    extraction.py [--model DIR | --shape smollm2|tiny] [--device cuda] [--documents 1500] [--planes bfloat16,float8] [--cap-gib 4]
 
 Documents of 20 to 4,000 tokens (lognormal, seeded). For each budget of padded tokens: tokens a second, the share of padding, the peak of
-the device beside the sum that extract.py tells before loading (dtrain_tools/memory.py), and how often memory ran out. For
-comparison the same documents in their order in batches of a fixed number of documents. The last line is the best budget over the
-best fixed batch, and whether the sum covered states and teacher: what is above it are the forward pass's activations.
+the device beside the sum that extract.py tells before loading (dtrain_tools/memory.py), and how often memory ran out. What the peak
+has above that sum are the forward pass's activations. For comparison the same documents in their order in batches of a fixed
+number of documents. Then the ratio of each budget to the best fixed batch. With --cap-gib the largest budget and the largest batch
+run once more with no more memory than that: the first goes on with smaller batches, the second ends.
 """
 
 import argparse
@@ -91,6 +92,46 @@ def run_fixed(capture, documents, count, rows):
     return real / seconds, 1 - real / padded, peak, 0
 
 
+class Table:
+    """Runs, their lines and rates."""
+
+    def __init__(self, args, target, documents, layers):
+        self.args, self.target, self.documents, self.layers = args, target, documents, layers
+        self.weights = sum(weight.numel() * weight.element_size() for weight in target.model.parameters())
+        self.longest, self.rates = max(map(len, documents)), {}
+
+    def told(self, budget):
+        options = types.SimpleNamespace(batch_tokens=budget, teacher_rows=self.args.teacher_rows, answer_tokens=0)
+        parts = memory.extraction_parts(self.target.config, self.layers, options, self.weights, self.longest, 0,
+                                        self.target.dtype.itemsize)
+        return memory.needed(parts)
+
+    def line(self, capture, name, kind, value):
+        work = run_budget if kind == "budget" else run_fixed
+        found = work(capture, self.documents, value, self.args.teacher_rows)
+        if found is None:
+            print(f"{name} {kind} {value:7}: out of memory, which ends such a run", flush=True)
+            return
+        rate, padding, peak, halved = found
+        beside = f", told {self.told(value) / 1e9:.2f} GB" if kind == "budget" else ""
+        print(f"{name} {kind} {value:7}: {rate:10,.0f} tokens/s, {100 * padding:4.1f} % padding, peak {peak / 1e9:.2f} GB"
+              f"{beside}, {halved} times out of memory", flush=True)
+        self.rates[(name, kind, value)] = rate
+
+    def ratios(self, name):
+        fixed = {value: rate for (n, kind, value), rate in self.rates.items() if (n, kind) == (name, "fixed")}
+        if not fixed:
+            return
+        best = max(fixed, key=fixed.get)
+        parts = [f"{value}: {rate / fixed[best]:.2f}" for (n, kind, value), rate in self.rates.items()
+                 if (n, kind) == (name, "budget")]
+        print(f"{name}: budgets over the best fixed batch, {best} documents: {', '.join(parts)}", flush=True)
+
+
+def numbers(text):
+    return [int(value) for value in text.split(",") if value]
+
+
 def main():
     parser = argparse.ArgumentParser(description="speed and memory of capturing states")
     parser.add_argument("--model")
@@ -98,33 +139,30 @@ def main():
     parser.add_argument("--device", default="auto")
     parser.add_argument("--documents", type=int, default=1500)
     parser.add_argument("--teacher-rows", type=int, default=1024)
-    parser.add_argument("--planes", default="bfloat16", choices=["bfloat16", "float8"])
-    parser.add_argument("--budgets", default="4096,16384,65536,262144")
-    parser.add_argument("--fixed", default="1,4,16,64,256")
+    parser.add_argument("--planes", default="bfloat16")
+    parser.add_argument("--budgets", type=numbers, default="4096,16384,65536,262144")
+    parser.add_argument("--fixed", type=numbers, default="1,4,16,64,256")
+    parser.add_argument("--cap-gib", type=float, help="of GPU memory, for one more run of each kind")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         target = Target(args.model or make_model(args.shape, folder), None, args.device)
     documents, layers = make_documents(args.documents, target.vocab_size), default_layer_ids(len(target.layers), 3)
-    tokens, longest = sum(map(len, documents)), max(map(len, documents))
-    weights = sum(weight.numel() * weight.element_size() for weight in target.model.parameters())
-    print(f"{len(documents)} documents, {tokens:,} tokens, the longest {longest}; {args.planes}, {target.dtype}, {target.device}")
-    best = {"budget": 0.0, "fixed": 0.0}
-    with Capture(target, layers, args.planes == "float8") as capture:
-        capture.run(documents[:2], args.teacher_rows)  # what is set up once
-        for kind, values, work in (("budget", args.budgets, run_budget), ("fixed", args.fixed, run_fixed)):
-            for value in map(int, values.split(",")):
-                found = work(capture, documents, value, args.teacher_rows)
-                if found is None:
-                    print(f"{kind} {value:7}: out of memory, which ends such a run", flush=True)
-                    continue
-                rate, padding, peak, halved = found
-                options = types.SimpleNamespace(batch_tokens=value, teacher_rows=args.teacher_rows, answer_tokens=0)
-                told = memory.needed(memory.extraction_parts(target.config, len(layers), options, weights, longest, 0, 2))
-                beside = f", told {told / 1e9:.2f} GB" if kind == "budget" else ""
-                print(f"{kind} {value:7}: {rate:10,.0f} tokens/s, {100 * padding:4.1f} % padding, peak {peak / 1e9:.2f} GB"
-                      f"{beside}, {halved} times out of memory", flush=True)
-                best[kind] = max(best[kind], rate)
-    print(f"best budget over best fixed batch: {best['budget'] / max(best['fixed'], 1e-9):.2f}")
+    table = Table(args, target, documents, len(layers))
+    print(f"{len(documents)} documents, {sum(map(len, documents)):,} tokens, the longest {table.longest}; {target.dtype}, "
+          f"{target.device}", flush=True)
+    for planes in args.planes.split(","):
+        with Capture(target, layers, planes == "float8") as capture:
+            capture.run(documents[:2], args.teacher_rows)  # what is set up once
+            for kind, values in (("budget", args.budgets), ("fixed", args.fixed)):
+                for value in values:
+                    table.line(capture, planes, kind, value)
+            table.ratios(planes)
+    if args.cap_gib:
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(args.cap_gib * 2**30 / torch.cuda.mem_get_info()[1])
+        with Capture(target, layers) as capture:
+            table.line(capture, f"at most {args.cap_gib} GiB,", "budget", max(args.budgets))
+            table.line(capture, f"at most {args.cap_gib} GiB,", "fixed", max(args.fixed))
 
 
 if __name__ == "__main__":

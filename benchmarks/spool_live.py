@@ -4,18 +4,25 @@ the weights are bitwise those of the same training from plain shards, and the sp
 
     benchmarks/spool_live.py --model DIR --prompts prompts.jsonl --dtrain build/dtrain --work FOLDER [--kills 20]
 
-Lines of the prompts are {"turns": ["..."]}. Documents are made of them without answers by the target: the text of a line
-is the prompt, that of the next one the supervised part; what it says is of no consequence here. Documents are extracted one
-at a time, so that their states do not depend on a batch. The last line of the output is a JSON object; status 1 when
-weights differ or the spool was too large.
+Lines of the prompts are {"turns": ["..."]}. Documents are made of them without answers by the target: the texts of --texts lines
+are in turn prompt and supervised part; what they say is of no consequence here. Documents are extracted one
+at a time, so that their states do not depend on a batch.
+
+A side is killed (SIGKILL) when --longest seconds at most have passed since it or the other one was, or when the run has come as much
+further as leaves room for the kills that remain; it is started again at once. Extractors are forks of a process that has imported
+torch and transformers, which is most of their start (--start-anew: none are); whatever they do themselves, loading the model
+included, they do after each kill. The last line of the output is a JSON object; status 1 when weights differ, the spool was too large, or the run ended
+before all kills.
 """
 
 import argparse
+import collections
 import hashlib
 import json
+import multiprocessing
 import os
 import random
-import signal
+import runpy
 import subprocess
 import sys
 import time
@@ -27,7 +34,7 @@ data: {{seq_len: 1024, rows_per_step: 1, spool_bytes: {spool_bytes}, spool_wait:
 drafter: {{layers: 3, block_size: 8, mask_token_id: {mask_token}}}
 anchors: {{max_anchors: 128}}
 loss: {{kl: 1.0}}
-checkpoint: {{every: 10, keep: 2}}
+checkpoint: {{every: {every}, keep: 2}}
 log: {{every: 50, tensorboard: false}}
 """
 
@@ -39,23 +46,89 @@ def build_parser():
     add("--prompts", required=True, help="JSONL")
     add("--dtrain", required=True)
     add("--work", required=True, help="empty folder; needs room for the plain shards, too")
-    add("--documents", type=int, default=1300)
+    add("--documents", type=int, default=440)
+    add("--texts", type=int, default=6, help="lines of the prompts in a document")
     add("--layers", type=int, default=5)
     add("--epochs", type=int, default=2)
+    add("--every", type=int, default=10, help="steps between checkpoints")
     add("--compute", default="bf16")
     add("--device", default="auto", help="of the extractor")
     add("--spool-bytes", default="1GiB")
     add("--mask-token", type=int, default=16)
     add("--kills", type=int, default=20)
-    add("--longest", type=float, default=8.0, help="seconds between kills, at most")
+    add("--longest", type=float, default=10.0, help="seconds between kills, at most")
+    add("--kill-seconds", type=float, default=1e9, help="no kills after these; the run then goes on to its end")
+    add("--start-anew", action="store_true", help="extractors are started as programs of their own")
     add("--seed", type=int, default=1)
     return parser
 
 
+class Forked:
+    """A Python program in a fork of a process that has imported what is slow to import."""
+
+    server = None
+
+    def __init__(self, command, path):
+        if Forked.server is None:
+            Forked.server = multiprocessing.get_context("forkserver")
+            Forked.server.set_forkserver_preload(["torch", "transformers", "transformers.modeling_utils",
+                                                  "transformers.models.llama.modeling_llama", "h5py"])
+        self.process = Forked.server.Process(target=run_program, args=(command, path))
+        self.process.start()
+
+    def poll(self):
+        return self.process.exitcode
+
+    def kill(self):
+        self.process.kill()
+
+    def wait(self, timeout=None):
+        self.process.join(timeout)
+        return self.process.exitcode
+
+
+def run_program(command, path):
+    """command: a Python program and its arguments; path: of its output."""
+    with open(path, "a", encoding="utf-8") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
+
+
+class Kills:
+    """When which side is killed."""
+
+    def __init__(self, args):
+        self.args, self.pick, self.started = args, random.Random(args.seed), time.monotonic()
+        self.done, self.furthest = [], 0.0
+        self.plan()
+
+    def plan(self):
+        left = self.args.kills - len(self.done)
+        self.due = time.monotonic() + self.pick.uniform(0, self.args.longest)
+        self.mark = self.furthest + (1 - self.furthest) * self.pick.uniform(0.2, 1) / (left + 1)
+
+    def side(self, sides, progress):
+        """-> the side to be killed now, or None. progress: of the run, of 1."""
+        self.furthest = max(self.furthest, progress)
+        if len(self.done) >= self.args.kills or time.monotonic() - self.started > self.args.kill_seconds:
+            return None
+        if time.monotonic() < self.due and self.furthest < self.mark:
+            return None
+        return self.pick.choice(sorted(sides))
+
+    def note(self, side, serial):
+        self.done.append((side, serial))
+        self.plan()
+
+    def counts(self):
+        return dict(collections.Counter(side for side, _ in self.done))
+
+
 class Proof:
     def __init__(self, args):
-        self.args, self.pick = args, random.Random(args.seed)
-        self.most = self.kills = 0
+        self.args, self.most, self.back = args, 0, 0
 
     def path(self, name):
         return os.path.join(self.args.work, name)
@@ -65,15 +138,15 @@ class Proof:
             texts = [json.loads(line)["turns"][0] for line in file]
         with open(self.path("documents.jsonl"), "w", encoding="utf-8") as file:
             for at in range(self.args.documents):
-                messages = [{"role": role, "content": texts[(at + next_) % len(texts)]}
-                            for next_, role in enumerate(("user", "assistant"))]
+                messages = [{"role": ("user", "assistant")[turn % 2], "content": texts[(5 * at + turn) % len(texts)]}
+                            for turn in range(self.args.texts)]
                 file.write(json.dumps({"id": str(at), "messages": messages}) + "\n")
         with open(self.path("run.yaml"), "w", encoding="utf-8") as file:
             file.write(CONFIG.format(**vars(self.args)))
 
     def extractor(self, *options):
-        return [sys.executable, os.path.join(TOOLS, "extract.py"), "--model", self.args.model, "--device",
-                self.args.device, "--batch-tokens", "1", *options]
+        return [os.path.join(TOOLS, "extract.py"), "--model", self.args.model, "--device", self.args.device,
+                "--batch-tokens", "1", *options]
 
     def feeder(self):
         return self.extractor("--spool", self.path("spool"), "--config", self.path("run.yaml"), "--dtrain",
@@ -88,7 +161,12 @@ class Proof:
                             f"data.spool={self.path('spool')}")
 
     def start(self, command, name):
-        with open(self.path(name + ".out"), "a", encoding="utf-8") as out:
+        path = self.path(name + ".out")
+        python = command[0].endswith(".py")
+        if python and not self.args.start_anew:
+            return Forked(command, path)
+        command = [sys.executable, *command] if python else command
+        with open(path, "a", encoding="utf-8") as out:
             return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
 
     def must(self, command, name):
@@ -110,6 +188,15 @@ class Proof:
                 continue
         self.most = max(self.most, total)
 
+    def state(self):
+        """-> the document that the run is at, the end. It is replaced by rename, so a file that is there is whole."""
+        try:
+            with open(self.path("spool/spool.json"), encoding="utf-8") as file:
+                state = json.load(file)
+        except FileNotFoundError:
+            return 0, 1
+        return state["serial"], state["end"]
+
     def run_live(self):
         """Until the trainer has ended by itself. -> seconds."""
         os.makedirs(self.path("spool"), exist_ok=True)
@@ -125,22 +212,24 @@ class Proof:
                     process.wait()
 
     def watch(self, sides, running, started):
-        due = time.monotonic() + self.args.longest
+        self.kills, before = Kills(self.args), 0
         while True:
-            time.sleep(0.05)
+            time.sleep(0.02)
             self.look()
             status = running["spooled"].poll()
             if status == 0:
                 break
             if status is not None or running["feeder"].poll() not in (None, 0):
                 sys.exit(f"spooled {status}, feeder {running['feeder'].poll()}; see {self.path('*.out')}")
-            if self.kills < self.args.kills and time.monotonic() >= due:
-                name = self.pick.choice(sorted(sides))
-                running[name].send_signal(signal.SIGKILL)
+            serial, end = self.state()
+            self.back += serial < before
+            before = serial
+            name = self.kills.side(sides, serial / end)
+            if name is not None:
+                running[name].kill()
                 running[name].wait()
-                self.kills += 1
+                self.kills.note(name, serial)
                 running[name] = self.start(sides[name], name)
-                due = time.monotonic() + self.pick.uniform(0, self.args.longest)
         if running["feeder"].wait(timeout=120) != 0:
             sys.exit(f"feeder: did not end in good order; see {self.path('feeder.out')}")
         return time.monotonic() - started
@@ -173,9 +262,11 @@ def main():
     same = weights(proof.path("plain-run")) == weights(proof.path("spooled"))
     unit = {"KiB": 10, "MiB": 20, "GiB": 30}[args.spool_bytes[-3:]]
     bound = int(float(args.spool_bytes[:-3]) * 2 ** unit)
-    print(json.dumps({"same_weights": same, "kills": proof.kills, "spool_bytes_most": proof.most, "spool_bytes": bound,
-                      "plain_bytes": plain, "extract_seconds": extract, "train_seconds": train, "live_seconds": live}))
-    return 0 if same and proof.most <= bound else 1
+    print("killed at documents:", " ".join(f"{side}:{serial}" for side, serial in proof.kills.done), flush=True)
+    print(json.dumps({"same_weights": same, "kills": proof.kills.counts(), "went_back": proof.back,
+                      "spool_bytes_most": proof.most, "spool_bytes": bound, "plain_bytes": plain,
+                      "extract_seconds": extract, "train_seconds": train, "live_seconds": live}))
+    return 0 if same and proof.most <= bound and len(proof.kills.done) == args.kills else 1
 
 
 if __name__ == "__main__":
