@@ -12,6 +12,8 @@ import h5py
 import numpy as np
 import torch
 
+import packed_rows
+
 MODELS = {
     "v4": dict(hidden=5120, vocab=248320, layers=64, heads=32, kv_heads=8, head_dim=128,
                intermediate=17408, layer_ids=[1, 16, 31, 46, 61]),
@@ -111,6 +113,14 @@ def mixed_documents(tokens, rows=3, seed=0, supervised=0.6):
 def few_documents(tokens):
     """The same with short answers: a row of 8,192 tokens has some 570 anchors."""
     return mixed_documents(tokens, supervised=0.07)
+
+
+def rows_of(documents, tokens):
+    """The rows that dtrain packs of them in the first epoch of its default seed, each a list of documents."""
+    lengths = np.array([length for length, _ in documents])
+    identity = np.arange(1, len(documents) + 1, dtype=np.uint64)
+    some = packed_rows.Documents(None, None, None, lengths, identity, [])
+    return [[documents[d] for d in row] for row in packed_rows.pack(some, tokens, 42, 0)]
 
 
 def wild_documents(tokens):

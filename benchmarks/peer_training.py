@@ -24,7 +24,6 @@ import against_speculators
 import packed_rows
 
 DEVICE = against_speculators.DEVICE
-LOG_EVERY = 50
 
 
 def say(text):
@@ -217,8 +216,7 @@ def train(peer, s, rows, out):
     begin = time.perf_counter()
     for step in range(1, s["steps"] + 1):
         loss, metrics = peer.step(rows.batch(step - 1), learning_rate(s, step))
-        if step % LOG_EVERY == 0 or step <= 3:
-            losses.append([step, float(loss.detach()), float(metrics["eal_sum"] / metrics["eal_total"])])
+        losses.append((step, loss.detach(), metrics["eal_sum"], metrics["eal_total"]))  # read at the end: that waits
         if step in last:
             synchronize()
             clock += time.perf_counter() - begin
@@ -226,7 +224,7 @@ def train(peer, s, rows, out):
             say(f"step {step}, {clock:.2f} s, loss {float(loss.detach()):.4f}")
             peer.export(out / "checkpoints" / f"step-{step:08d}")
             begin = time.perf_counter()
-    return marks, losses
+    return marks, [[step, float(loss), float(tokens / blocks)] for step, loss, tokens, blocks in losses]
 
 
 def main():

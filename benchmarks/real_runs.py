@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -35,6 +36,7 @@ class Run:
     rate: float = 1e-3
     kind: str = "main"    # or the name of a variant
     marks: tuple = ()     # steps with a checkpoint, besides the last one
+    sets: tuple = ()      # further settings of dtrain's training
 
     @property
     def name(self):
@@ -42,8 +44,9 @@ class Run:
 
 
 class Runner:
-    def __init__(self, args, work, features, prompt_of):
-        self.args, self.work, self.prompt_of = args, work, prompt_of
+    def __init__(self, args, work, features, prompt_of, gpu=None):
+        self.args, self.work, self.prompt_of, self.gpu = args, work, prompt_of, gpu
+        self.environment = dict(os.environ, **({} if gpu is None else dict(CUDA_VISIBLE_DEVICES=str(gpu))))
         self.train, self.val = features / "train" / "train-*.h5", features / "val" / "train-*.h5"
         self.target = features / "val" / "target"
         self.dtrain = str(pathlib.Path(args.dtrain).resolve())
@@ -55,7 +58,7 @@ class Runner:
         with open(log, "w", encoding="utf-8") as file:
             try:
                 done = subprocess.run([str(word) for word in command], stdout=file, stderr=subprocess.STDOUT,
-                                      timeout=max(1.0, limit), cwd=HERE)
+                                      timeout=max(1.0, limit), cwd=HERE, env=self.environment)
                 status = done.returncode
             except subprocess.TimeoutExpired:
                 status = f"stopped after {time.monotonic() - begin:.0f} s"
@@ -89,8 +92,9 @@ log: {{every: 100, tensorboard: false}}
         folder = self.folder(run)
         config = self.write_config(run, folder)
         begin = time.monotonic()
-        with device_memory() as memory:
-            self.call([self.dtrain, "--config", config], folder / "train.log", limit)
+        sets = [word for some in run.sets for word in ("--set", some)]
+        with device_memory(self.gpu or 0) as memory:
+            self.call([self.dtrain, "--config", config, *sets], folder / "train.log", limit)
         wall = time.monotonic() - begin
         steps = [json.loads(line) for line in open(folder / "run" / "metrics.jsonl", encoding="utf-8")]
         steps = [step for step in steps if "lr" in step]
@@ -100,7 +104,7 @@ log: {{every: 100, tensorboard: false}}
             clock += step["seconds"]
             if step["step"] in run.marks or step["step"] == last:
                 marks.append([step["step"], clock])
-        return dict(seconds=clock, wall=wall, steps=last, marks=marks, losses=[[s["step"], s["loss"], s["accept_len"]] for s in steps[49::50]],
+        return dict(seconds=clock, wall=wall, steps=last, marks=marks, losses=[[s["step"], s["loss"], s["accept_len"]] for s in steps],
                     row_tokens=[int(s["tokens"]) for s in steps], valid_anchors=[int(s["valid_anchors"]) for s in steps],
                     save_seconds=sum(s["save_seconds"] for s in steps), wait_seconds=sum(s["wait_seconds"] for s in steps),
                     block_rows=run.block * sum(s["anchors"] for s in steps), tokens_read=sum(s["tokens"] for s in steps),
@@ -126,7 +130,7 @@ log: {{every: 100, tensorboard: false}}
         settings = self.peer_settings(run, go)
         log = open(self.folder(run) / "train.log", "w", encoding="utf-8")
         return subprocess.Popen([sys.executable, str(HERE / "peer_training.py"), str(settings)], stdout=log,
-                                stderr=subprocess.STDOUT, cwd=HERE)
+                                stderr=subprocess.STDOUT, cwd=HERE, env=self.environment)
 
     def train_peer(self, run, limit, process=None, go=None):
         folder, begin = self.folder(run), time.monotonic()
@@ -213,13 +217,13 @@ log: {{every: 100, tensorboard: false}}
 
 
 @contextlib.contextmanager
-def device_memory():
+def device_memory(gpu):
     """Filled at the end: most bytes in use on the device above what was in use before, in GiB."""
     result = {}
     memory = None
     if importlib.util.find_spec("pynvml") is not None:
         import step
-        memory = step.DeviceMemory()
+        memory = step.DeviceMemory(gpu)
     try:
         yield result
     finally:

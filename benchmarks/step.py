@@ -31,9 +31,9 @@ PARTS = ("wait", "forward", "loss", "backward", "optimizer")
 
 
 class DeviceMemory:
-    """Bytes in use on the first GPU, sampled in a thread, above what was in use at the start."""
+    """Bytes in use on a GPU, sampled in a thread, above what was in use at the start."""
 
-    def __init__(self):
+    def __init__(self, gpu=0):
         self.peak, self.last, self.stopped = 0, 0, threading.Event()
         try:
             import pynvml
@@ -41,7 +41,7 @@ class DeviceMemory:
             sys.exit("device memory is read with the package nvidia-ml-py: pip install nvidia-ml-py")
         try:
             pynvml.nvmlInit()
-            self.nvml, self.handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+            self.nvml, self.handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(gpu)
         except pynvml.NVMLError:
             self.nvml = None  # no GPU
             return
@@ -172,9 +172,12 @@ def planned_gib(dtrain, config):
 
 
 def floor_of(name, tokens):
-    """None where rows are not filled by documents of one length."""
+    """None where rows differ from each other."""
     model, anchors, marks = parse_setting(name)
-    if {"mix", "few", "wild"} & set(marks):
+    if {"mix", "few"} & set(marks):
+        rows = made_up.rows_of(documents_for(marks, tokens)[1], tokens)
+        return step_floor.floor_of_rows(made_up.MODELS[model], rows, anchors)
+    if "wild" in marks:
         return None
     length = tokens if "whole" in marks else tokens // 4
     return step_floor.floor_milliseconds(made_up.MODELS[model], anchors, tokens, length)

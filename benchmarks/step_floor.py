@@ -3,9 +3,13 @@
 Counted is what no exact implementation can leave out: block rows through the layers, rows of nonzero weight
 through the head twice forth and back, every teacher position once, the context's features and keys, visible
 pairs of query and key, and every byte of the optimizer once. The formula is explained in docs/performance.md.
+
+    python3 benchmarks/step_floor.py    # of v4, every token supervised, and of its mix
 """
 import math
+import random
 
+import made_up
 from made_up import BLOCK, DRAFTER_LAYERS
 
 FLOPS, BYTES = 700e12, 4.24e12  # a second; measured on an H200: bf16 products at length, copies
@@ -25,14 +29,46 @@ def distinct_positions(rows, tokens):
     return tokens * (1 - math.exp(-rows / tokens))
 
 
-def floor_milliseconds(model, anchors, tokens, document_tokens, rows=None):
-    """rows: of nonzero weight; default: all but the anchors themselves."""
+def floor_milliseconds(model, anchors, tokens, document_tokens, rows=None, distinct=None):
+    """rows: of nonzero weight; default: all but the anchors themselves. distinct: teacher positions among them."""
     layers, key_value, fc = parameters(model)
     block_rows = anchors * BLOCK
     rows = rows or anchors * (BLOCK - 1)
-    head = (2 * rows + distinct_positions(rows, tokens)) * 2 * model["hidden"] * model["vocab"]
+    distinct = distinct or distinct_positions(rows, tokens)
+    head = (2 * rows + distinct) * 2 * model["hidden"] * model["vocab"]
     context = tokens * (4 * fc + 6 * key_value)  # fc's input needs no gradient
     pairs = block_rows * (document_tokens / 2 + BLOCK)
     attention = 3.5 * 4 * pairs * model["heads"] * model["head_dim"] * DRAFTER_LAYERS
     flops = 6 * layers * block_rows + head + context + attention
     return 1e3 * (flops / FLOPS + ADAMW_BYTES * (layers + fc) / BYTES)
+
+
+def drawn(documents, anchors, seed=0):
+    """Of one draw of anchors from (tokens, mask) documents of a row: anchors, rows of nonzero weight, distinct positions
+    among them, mean context."""
+    masks = [[1] * tokens if mask is None else list(mask) for tokens, mask in documents]
+    valid = [(d, t) for d, mask in enumerate(masks) for t in range(len(mask) - 1) if mask[t] and mask[t + 1]]
+    chosen = random.Random(seed).sample(valid, min(anchors, len(valid)))
+    slots = [(d, t + k) for d, t in chosen for k in range(1, BLOCK) if t + k < len(masks[d]) and masks[d][t + k]]
+    return len(chosen), len(slots), len(set(slots)), sum(t for _, t in chosen) / len(chosen)
+
+
+def floor_of_rows(model, rows, anchors):
+    """Mean over packed rows, each a list of (tokens, mask), of what its documents and one draw of anchors make necessary."""
+    floors = []
+    for row in rows:
+        blocks, slots, distinct, context = drawn(row, anchors)
+        floors.append(floor_milliseconds(model, blocks, sum(tokens for tokens, _ in row), 2 * context, slots, distinct))
+    return sum(floors) / len(floors)
+
+
+def main():
+    model, tokens = made_up.MODELS["v4"], 8192
+    for anchors in (512, 1024, 2048, 3072, 8192):
+        print(f"{anchors} anchors, every token supervised: {floor_milliseconds(model, anchors, tokens, tokens // 4):.1f} ms")
+    for kind, documents in (("mix", made_up.mixed_documents(tokens)), ("few", made_up.few_documents(tokens))):
+        print(f"1024 anchors, {kind}: {floor_of_rows(model, made_up.rows_of(documents, tokens), 1024):.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
