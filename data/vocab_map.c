@@ -224,8 +224,28 @@ static int check_tables(struct vocab_map *map, const char *path, struct error *e
     return 0;
 }
 
+// What the metadata says of a table's size must be that size: a file whose tables were exchanged is not this map.
+static int check_size(const struct safetensors *file, const char *key, const char *table,
+                      int64_t size, struct error *err)
+{
+    const char *text = safetensors_metadata(file, key);
+    char *end = NULL;
+    if (text == NULL)
+        return error_set(err, "%s: metadata %s is missing", file->path, key);
+    long long said = strtoll(text, &end, 10);
+    if (end == text || *end != '\0' || said != size)
+        return error_set(err,
+                         "%s: metadata %s is \"%s\", but %s has %lld elements; make the map again "
+                         "with dtrain vocab",
+                         file->path, key, text, table, (long long)size);
+    return 0;
+}
+
 static int read_metadata(struct vocab_map *map, const struct safetensors *file, struct error *err)
 {
+    if (check_size(file, "vocab_size", "t2d", map->vocab_size, err) != 0 ||
+        check_size(file, "draft_vocab_size", "d2t", map->draft_size, err) != 0)
+        return -1;
     const char *target = safetensors_metadata(file, "target");
     const char *fingerprint = safetensors_metadata(file, "fingerprint");
     const char *coverage = safetensors_metadata(file, "coverage");

@@ -234,6 +234,51 @@ static void tables_that_contradict_are_refused(void **state)
     documents_close(&documents);
 }
 
+// Replaces the only such text of the file by one of the same length.
+static void edit_map(const char *path, const char *text, const char *other)
+{
+    char bytes[4096];
+    FILE *file = fopen(path, "r+b");
+    assert_non_null(file);
+    size_t size = fread(bytes, 1, sizeof(bytes), file), length = strlen(text), at = 0;
+    while (at + length <= size && memcmp(bytes + at, text, length) != 0)
+        at++;
+    assert_true(at + length <= size && strlen(other) == length);
+    assert_int_equal(fseek(file, (long)at, SEEK_SET), 0);
+    assert_int_equal(fwrite(other, 1, length, file), length);
+    assert_int_equal(fclose(file), 0);
+}
+
+static void metadata_of_other_sizes_is_refused(void **state)
+{
+    static const struct {
+        const char *text, *other, *words;
+    } edits[] = {
+        {"\"vocab_size\":\"10\"", "\"vocab_size\":\"11\"",
+         "metadata vocab_size is \"11\", but t2d has 10"},
+        {"\"draft_vocab_size\":\"4\"", "\"draft_vocab_size\":\"5\"",
+         "metadata draft_vocab_size is \"5\", but d2t has 4"},
+        {"\"vocab_size\":\"10\"", "\"vocab_size\":\"1x\"", "metadata vocab_size is \"1x\""},
+        {"\"vocab_size\":", "\"vocab_sizE\":", "metadata vocab_size is missing"},
+    };
+    static const int64_t counts[VOCAB] = {4, 0, 9, 2, 0, 0, 0, 3, 0, 0};
+    const struct place *place = *state;
+    struct documents documents;
+    open_data(place, "a.h5", "t", VOCAB, 8, ids_a, mask_a, &documents);
+    for (size_t i = 0; i < sizeof(edits) / sizeof(edits[0]); i++) {
+        struct vocab_map map, read;
+        struct error err = {""};
+        make(&map, counts, 4);
+        assert_int_equal(vocab_map_write(&map, &documents, place->map_path, &err), 0);
+        edit_map(place->map_path, edits[i].text, edits[i].other);
+        assert_int_equal(vocab_map_read(&read, &documents, true, place->map_path, &err), -1);
+        if (strstr(err.text, edits[i].words) == NULL)
+            fail_msg("\"%s\" is expected, the error is: %s", edits[i].words, err.text);
+        vocab_map_release(&map);
+    }
+    documents_close(&documents);
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
 
 int main(void)
@@ -247,6 +292,7 @@ int main(void)
         TEST(the_heads_order_follows_from_the_map),
         TEST(coverages_of_sizes),
         TEST(tables_that_contradict_are_refused),
+        TEST(metadata_of_other_sizes_is_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
