@@ -8,6 +8,7 @@ pairs of query and key, and every byte of the optimizer once. The formula is exp
 """
 import math
 import random
+import statistics
 
 import made_up
 from made_up import BLOCK, DRAFTER_LAYERS
@@ -59,7 +60,7 @@ def floor_of_rows(model, rows, anchors):
     for row in rows:
         blocks, slots, distinct, context = drawn(row, anchors)
         floors.append(floor_milliseconds(model, blocks, sum(tokens for tokens, _ in row), 2 * context, slots, distinct))
-    return sum(floors) / len(floors)
+    return statistics.mean(floors)
 
 
 def main():
@@ -67,7 +68,10 @@ def main():
     for anchors in (512, 1024, 2048, 3072, 8192):
         print(f"{anchors} anchors, every token supervised: {floor_milliseconds(model, anchors, tokens, tokens // 4):.1f} ms")
     for kind, documents in (("mix", made_up.mixed_documents(tokens)), ("few", made_up.few_documents(tokens))):
-        print(f"1024 anchors, {kind}: {floor_of_rows(model, made_up.rows_of(documents, tokens), 1024):.1f} ms")
+        rows = made_up.rows_of(documents, tokens)
+        means = [statistics.mean(values) for values in zip(*(drawn(row, 1024) for row in rows))]
+        print(f"1024 anchors, {kind}: {floor_of_rows(model, rows, 1024):.1f} ms; anchors, rows of nonzero weight, distinct teacher "
+              f"positions, mean context: {', '.join(f'{value:.0f}' for value in means)}")
 
 
 if __name__ == "__main__":
