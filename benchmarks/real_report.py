@@ -76,7 +76,7 @@ def cost_table(results, args):
             t, least = entry["training"], min(ends) if ends else None
             times = [number(acceptance.time_to(1 + share * (least - 1), curve_of(entry)), "{:.1f} s") if least else "-" for share in (0.9, 0.95)]
             if system == "dtrain":
-                memory = f"{number(t['memory'].get('used_gib'), '{:.1f}')} GiB of the device (planned {t['planned_gib']:.1f})"
+                memory = f"{t['own_gib']:.1f} GiB (planned {t['planned_gib']:.1f}; the device's rose by {number(t['memory'].get('used_gib'), '{:.1f}')})"
                 start, whole = t["wall"] - t["seconds"], t["wall"]
             else:
                 memory = f"{number(t.get('allocated_gib'), '{:.1f}')} GiB, reserved {number(t.get('reserved_gib'), '{:.1f}')}, without features"

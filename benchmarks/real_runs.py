@@ -109,6 +109,7 @@ log: {{every: 100, tensorboard: false}}
                     save_seconds=sum(s["save_seconds"] for s in steps), wait_seconds=sum(s["wait_seconds"] for s in steps),
                     block_rows=run.block * sum(s["anchors"] for s in steps), tokens_read=sum(s["tokens"] for s in steps),
                     slots=sum(s["slots"] for s in steps), memory=memory, planned_gib=steps[-1].get("planned_bytes", 0) / 2**30,
+                    own_gib=steps[-1]["memory_bytes"] / 2**30,
                     parts={p: sum(s[p + "_seconds"] for s in steps) / len(steps)
                            for p in ("wait", "forward", "loss", "backward", "optimizer")})
 
