@@ -307,6 +307,11 @@ static const struct fault_case cases[] = {
      "loss: {kl: 1, slot_weight: dpace}\n",
      NULL,
      {"4: loss.slot_weight: dpace weighs the slots of dflash blocks; "}},
+    {"dpace with a Markov head",
+     "run: {dir: r}\ntarget: {path: t}\ndrafter: {mask_token_id: 5, markov_rank: 8}\n"
+     "loss: {kl: 1, slot_weight: dpace}\n",
+     NULL,
+     {"3: drafter.markov_rank: can not be trained with loss.slot_weight dpace: "}},
     {"rope without factor",
      NO_DRAFTER "drafter:\n  mask_token_id: 5\n  rope_scaling: yarn\n  rope_factor: 1.0\n",
      NULL,

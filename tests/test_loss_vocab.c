@@ -1,6 +1,6 @@
-// The chunked loss over a draft vocabulary, with a frozen or a trainable head, against float64: every term,
-// weights that the teacher's argmax masks, numbers over the whole vocabulary, any chunks. The backend is
-// named on the command line.
+// The chunked loss over a draft vocabulary, with a frozen or a trainable head, with and without a Markov head,
+// against float64: every term, weights that the teacher's argmax masks, numbers over the whole vocabulary, any
+// chunks. The backend is named on the command line.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -17,26 +17,28 @@
 
 #define COUNT(list) (sizeof(list) / sizeof(*(list)))
 
-enum { S = 5, BLOCKS = 37, N = S * BLOCKS, T = 61, V = 1003, VD = 257, H = 48, THREADS = 2 };
+enum { S = 5, BLOCKS = 37, N = S * BLOCKS, T = 61, V = 1003, VD = 257, H = 48, R = 6, THREADS = 2 };
 
 static struct test_backend on;
 
 struct bench {
     struct loss_config config;
     struct loss_options options;
-    bool trainable, gradient;
+    bool trainable, markov, gradient;
     int64_t draft;               // of the map
     int32_t ids[V], draft_of[V]; // of the head's rows; draft ids
     float head[V * H];           // rows as `ids` has them
     float student_head[VD * H];
+    float w1[V * R], w2[VD * R];
     float hidden[N * H];
     bf16 last[T * H];
+    int32_t input_ids[T];
     struct slot slots[N];
     int32_t hidden_row[N];
     int64_t slot_count;
     // what came out
     struct slot_results results;
-    float dhidden[N * H], dhead[VD * H];
+    float dhidden[N * H], dhead[VD * H], dw1[V * R], dw2[VD * R];
 };
 
 static struct rng_key key_of(uint64_t what)
@@ -108,6 +110,12 @@ static struct bench *bench_open(enum dtype compute)
         b->hidden[i] = rounded(b, rng_normal(key_of(5), (uint64_t)i));
     for (int64_t i = 0; i < T * H; i++)
         b->last[i] = bf16_from_float(rng_normal(key_of(6), (uint64_t)i));
+    for (int64_t i = 0; i < V * R; i++)
+        b->w1[i] = rounded(b, 0.5f * rng_normal(key_of(9), (uint64_t)i));
+    for (int64_t i = 0; i < VD * R; i++)
+        b->w2[i] = rounded(b, 0.5f * rng_normal(key_of(10), (uint64_t)i));
+    for (int64_t i = 0; i < T; i++) // a few tokens come often
+        b->input_ids[i] = (int32_t)(V - 1 - (int64_t)(rng_u64(key_of(11), (uint64_t)i) % 13));
     slot_results_open(&b->results, N);
     return b;
 }
@@ -184,13 +192,20 @@ static void place_options(struct bench *b, struct device *d)
         o->student_head = sent_values(d, b->student_head, VD * H, o->compute);
         o->dhead = sent_values(d, b->dhead, VD * H, DTYPE_F32);
     }
+    o->markov = (struct loss_markov){.rank = 0};
+    if (b->markov)
+        o->markov = (struct loss_markov){.rank = R,
+                                         .w1 = sent_values(d, b->w1, V * R, o->compute),
+                                         .w2 = sent_values(d, b->w2, VD * R, o->compute),
+                                         .dw1 = sent_values(d, b->dw1, V * R, DTYPE_F32),
+                                         .dw2 = sent_values(d, b->dw2, VD * R, DTYPE_F32)};
     o->map.draft = b->draft;
     o->map.ids = sent(d, b->ids, sizeof(b->ids));
     o->map.h_ids = b->ids;
     o->map.draft_of = b->draft_of;
 }
 
-// b->dhead, filled beforehand, is what is added to.
+// b->dhead, dw1 and dw2, filled beforehand, are what is added to.
 static void bench_run(struct bench *b)
 {
     struct device d = {.stream = test_backend_stream(&on, THREADS)};
@@ -213,6 +228,7 @@ static void bench_run(struct bench *b)
                                .last = o->has_teacher ? last : NULL,
                                .last_stride = H,
                                .tokens = T,
+                               .input_ids = b->input_ids,
                                .slots = b->slots,
                                .slot_count = b->slot_count,
                                .dhidden = b->gradient ? dhidden : NULL};
@@ -224,6 +240,10 @@ static void bench_run(struct bench *b)
             o->compute == DTYPE_BF16 ? bf16_to_float(raw[i]) : ((const float *)(void *)raw)[i];
     if (b->trainable)
         fetch(&d, b->dhead, o->dhead, sizeof(b->dhead));
+    if (b->markov) {
+        fetch(&d, b->dw1, o->markov.dw1, sizeof(b->dw1));
+        fetch(&d, b->dw2, o->markov.dw2, sizeof(b->dw2));
+    }
     free(raw);
     loss_close(&loss);
     arena_release(&arena);
@@ -239,7 +259,7 @@ struct exact {
     double loss[N], overlap[N], teacher_lse[N], student_lse[N], weight[N];
     int64_t student_argmax[N], teacher_argmax[N];
     double total; // sum of weight * loss
-    double dhidden[N * H], dhead[VD * H];
+    double dhidden[N * H], dhead[VD * H], dw1[V * R], dw2[VD * R];
 };
 
 static const float *student_rows(const struct bench *b)
@@ -290,10 +310,29 @@ static void exact_gradients(struct exact *e, const struct bench *b, int64_t row,
     }
 }
 
+static void exact_tables(struct exact *e, const struct bench *b, int32_t token,
+                         const double *gradient, double weight)
+{
+    for (int64_t c = 0; c < VD && b->markov; c++)
+        for (int64_t r = 0; r < R; r++) {
+            e->dw1[token * R + r] += weight * gradient[c] * (double)b->w2[c * R + r];
+            e->dw2[c * R + r] += weight * gradient[c] * (double)b->w1[token * R + r];
+        }
+}
+
+static double bias(const struct bench *b, int32_t token, int64_t c)
+{
+    double sum = 0.0;
+    for (int64_t r = 0; r < R && b->markov; r++)
+        sum += (double)b->w1[token * R + r] * (double)b->w2[c * R + r];
+    return sum;
+}
+
 static void exact_slot(struct exact *e, struct bench *b, int64_t s)
 {
     const struct slot *slot = &b->slots[s];
     int64_t row = b->hidden_row[s];
+    int32_t token = b->input_ids[slot->teacher_row];
     double state[H], gradient[VD], *terms[LOSS_TERM_COUNT];
     double scale = (double)b->options.logit_scale;
     struct naive_loss_result result;
@@ -306,7 +345,7 @@ static void exact_slot(struct exact *e, struct bench *b, int64_t s)
     for (int64_t i = 0; i < H; i++)
         state[i] = (double)b->hidden[row * H + i];
     for (int64_t c = 0; c < VD; c++)
-        e->student[c] = scale * dot(student_rows(b) + c * H, state);
+        e->student[c] = scale * dot(student_rows(b) + c * H, state) + bias(b, token, c);
     for (int64_t i = 0; i < H; i++)
         state[i] = (double)bf16_to_float(b->last[slot->teacher_row * H + i]);
     for (int64_t c = 0; c < V; c++)
@@ -328,6 +367,7 @@ static void exact_slot(struct exact *e, struct bench *b, int64_t s)
     e->weight[s] = outside && b->options.map.mask_outside ? 0.0 : (double)slot->weight;
     e->total += e->weight[s] * result.loss;
     exact_gradients(e, b, row, gradient, e->weight[s] * scale);
+    exact_tables(e, b, token, gradient, e->weight[s]);
 }
 
 static void exact_run(struct exact *e, struct bench *b)
@@ -353,11 +393,18 @@ static void near(const char *what, double got, double wanted, double tolerance)
         fail_msg("%s is %g, not %g", what, got, wanted);
 }
 
+static void clear_gradients(struct bench *b)
+{
+    memset(b->dhead, 0, sizeof(b->dhead));
+    memset(b->dw1, 0, sizeof(b->dw1));
+    memset(b->dw2, 0, sizeof(b->dw2));
+}
+
 // Tolerances of losses and statistics, and of gradients.
 static void check_exact(struct bench *b, struct exact *e, double tolerance, double gradients)
 {
     exact_run(e, b);
-    memset(b->dhead, 0, sizeof(b->dhead));
+    clear_gradients(b);
     bench_run(b);
     for (int64_t s = 0; s < b->slot_count; s++) {
         near("loss", (double)b->results.loss[s], e->loss[s], tolerance);
@@ -371,8 +418,11 @@ static void check_exact(struct bench *b, struct exact *e, double tolerance, doub
     }
     double dhidden = error_of(b->dhidden, e->dhidden, N * H);
     double dhead = b->trainable ? error_of(b->dhead, e->dhead, VD * H) : 0.0;
-    if (!(dhidden <= gradients && dhead <= gradients))
-        fail_msg("dhidden is off by %g, dhead by %g", dhidden, dhead);
+    double dw1 = b->markov ? error_of(b->dw1, e->dw1, V * R) : 0.0;
+    double dw2 = b->markov ? error_of(b->dw2, e->dw2, VD * R) : 0.0;
+    if (!(dhidden <= gradients && dhead <= gradients && dw1 <= gradients && dw2 <= gradients))
+        fail_msg("dhidden is off by %g, dhead by %g, dw1 by %g, dw2 by %g", dhidden, dhead, dw1,
+                 dw2);
 }
 
 static const double mixtures[][LOSS_TERM_COUNT] = {
@@ -385,8 +435,9 @@ static void every_term_is_exact_to_fp32(void **state)
     (void)state;
     struct bench *b = bench_open(DTYPE_F32);
     struct exact *e = memory_alloc(1, sizeof(*e));
-    for (int trainable = 0; trainable < 2; trainable++) {
-        b->trainable = trainable == 1;
+    for (int heads = 0; heads < 4; heads++) {
+        b->trainable = heads % 2 == 1;
+        b->markov = heads >= 2;
         for (int term = 0; term < LOSS_TERM_COUNT; term++) {
             double weights[LOSS_TERM_COUNT] = {0.0};
             weights[term] = 1.0;
@@ -426,7 +477,7 @@ static void without_a_teacher_the_label_decides(void **state)
     (void)state;
     struct bench *b = bench_open(DTYPE_F32);
     struct exact *e = memory_alloc(1, sizeof(*e));
-    b->trainable = true;
+    b->trainable = b->markov = true;
     b->options.has_teacher = false;
     set_terms(b, (const double[LOSS_TERM_COUNT]){[LOSS_CE_DATA] = 1.0});
     for (int masked = 0; masked < 2; masked++) {
@@ -441,29 +492,42 @@ static void without_a_teacher_the_label_decides(void **state)
     bench_close(b);
 }
 
-// The reference's gradients are those of its own loss: a step in a random direction of states and head.
+// What is added to along a direction, and the direction itself.
+static double slope_of(const float *gradient, int64_t count, uint64_t key)
+{
+    double slope = 0.0;
+    for (int64_t i = 0; i < count; i++)
+        slope += (double)gradient[i] * (double)rng_normal(key_of(key), (uint64_t)i);
+    return slope;
+}
+
+static void move_along(float *values, int64_t count, uint64_t key, float step)
+{
+    for (int64_t i = 0; i < count; i++)
+        values[i] += step * rng_normal(key_of(key), (uint64_t)i);
+}
+
+// The reference's gradients are those of its own loss: a step in a random direction of states and heads.
 static void gradients_are_slopes(void **state)
 {
     (void)state;
     enum { STEP = 4096 }; // of 1 / STEP
     struct bench *b = bench_open(DTYPE_F32);
     struct exact *e = memory_alloc(1, sizeof(*e));
-    b->trainable = true;
+    b->trainable = b->markov = true;
     set_terms(b, (const double[LOSS_TERM_COUNT]){
                      [LOSS_KL] = 1.0, [LOSS_JS] = 0.5, [LOSS_CE_DATA] = 0.25});
-    memset(b->dhead, 0, sizeof(b->dhead));
+    clear_gradients(b);
     bench_run(b);
-    double slope = 0.0, totals[2];
-    for (int64_t i = 0; i < N * H; i++)
-        slope += (double)b->dhidden[i] * (double)rng_normal(key_of(7), (uint64_t)i);
-    for (int64_t i = 0; i < VD * H; i++)
-        slope += (double)b->dhead[i] * (double)rng_normal(key_of(8), (uint64_t)i);
+    double slope = slope_of(b->dhidden, N * H, 7) + slope_of(b->dhead, VD * H, 8) +
+                   slope_of(b->dw1, V * R, 12) + slope_of(b->dw2, VD * R, 13),
+           totals[2];
     for (int side = 0; side < 2; side++) {
         float step = (side == 0 ? -1.0f : 2.0f) / STEP; // from the first side to the second
-        for (int64_t i = 0; i < N * H; i++)
-            b->hidden[i] += step * rng_normal(key_of(7), (uint64_t)i);
-        for (int64_t i = 0; i < VD * H; i++)
-            b->student_head[i] += step * rng_normal(key_of(8), (uint64_t)i);
+        move_along(b->hidden, N * H, 7, step);
+        move_along(b->student_head, VD * H, 8, step);
+        move_along(b->w1, V * R, 12, step);
+        move_along(b->w2, VD * R, 13, step);
         exact_run(e, b);
         totals[side] = e->total;
     }
@@ -477,7 +541,7 @@ static void bf16_is_near(void **state)
     (void)state;
     struct bench *b = bench_open(DTYPE_BF16);
     struct exact *e = memory_alloc(1, sizeof(*e));
-    b->trainable = true;
+    b->trainable = b->markov = true;
     set_terms(b, mixtures[1]);
     check_exact(b, e, 1e-4, 6e-3);
     free(e);
@@ -490,23 +554,29 @@ static void chunks_agree(void **state)
     static const int64_t chunks[] = {1000, 2, 3, 7, 40, 131};
     struct bench *b = bench_open(DTYPE_F32);
     double *wanted = memory_alloc(N * H, sizeof(*wanted));
-    double *wanted_head = memory_alloc(VD * H, sizeof(*wanted_head));
+    double *wanted_head = memory_alloc(VD * H, sizeof(*wanted_head)), w1[V * R], w2[VD * R];
     int32_t argmax[N];
-    b->trainable = true;
+    b->trainable = b->markov = true;
     set_terms(b, mixtures[1]);
     for (size_t c = 0; c < COUNT(chunks); c++) {
         b->options.chunk_rows = chunks[c];
-        memset(b->dhead, 0, sizeof(b->dhead));
+        clear_gradients(b);
         bench_run(b);
         if (c == 0) {
             for (int64_t i = 0; i < N * H; i++)
                 wanted[i] = (double)b->dhidden[i];
             for (int64_t i = 0; i < VD * H; i++)
                 wanted_head[i] = (double)b->dhead[i];
+            for (int64_t i = 0; i < V * R; i++)
+                w1[i] = (double)b->dw1[i];
+            for (int64_t i = 0; i < VD * R; i++)
+                w2[i] = (double)b->dw2[i];
             memcpy(argmax, b->results.teacher_argmax, sizeof(argmax));
         }
         assert_true(error_of(b->dhidden, wanted, N * H) <= 1e-6);
         assert_true(error_of(b->dhead, wanted_head, VD * H) <= 1e-6);
+        assert_true(error_of(b->dw1, w1, V * R) <= 1e-6);
+        assert_true(error_of(b->dw2, w2, VD * R) <= 1e-6);
         assert_memory_equal(b->results.teacher_argmax, argmax,
                             (size_t)b->slot_count * sizeof(*argmax));
     }
@@ -521,7 +591,7 @@ static void a_masked_group_is_exact_zeros(void **state)
 {
     (void)state;
     struct bench *b = bench_open(DTYPE_F32);
-    b->trainable = true;
+    b->trainable = b->markov = true;
     set_terms(b, mixtures[1]);
     for (int64_t i = 0; i < H; i++)
         b->head[(V - 1) * H + i] = 4.0f; // outside
@@ -529,8 +599,12 @@ static void a_masked_group_is_exact_zeros(void **state)
         b->last[i] = bf16_from_float(1.0f + 0.125f * bf16_to_float(b->last[i]));
     for (int64_t i = 0; i < VD * H; i++)
         b->dhead[i] = (float)(i % 7) - 2.5f;
-    float *before = memory_alloc(1, sizeof(b->dhead));
-    memcpy(before, b->dhead, sizeof(b->dhead));
+    for (int64_t i = 0; i < V * R; i++)
+        b->dw1[i] = (float)(i % 5) - 1.5f;
+    for (int64_t i = 0; i < VD * R; i++)
+        b->dw2[i] = (float)(i % 3) - 0.5f;
+    struct bench *before = memory_alloc(1, sizeof(*before));
+    *before = *b;
     bench_run(b);
     for (int64_t s = 0; s < b->slot_count; s++) {
         assert_int_equal(b->results.teacher_argmax[s], b->ids[V - 1]);
@@ -538,8 +612,49 @@ static void a_masked_group_is_exact_zeros(void **state)
     }
     for (int64_t i = 0; i < N * H; i++)
         assert_true(b->dhidden[i] == 0.0f);
-    assert_memory_equal(b->dhead, before, sizeof(b->dhead));
+    assert_memory_equal(b->dhead, before->dhead, sizeof(b->dhead));
+    assert_memory_equal(b->dw1, before->dw1, sizeof(b->dw1));
+    assert_memory_equal(b->dw2, before->dw2, sizeof(b->dw2));
     free(before);
+    bench_close(b);
+}
+
+// A target's state with an infinity, whose largest logit is outside: its slots are masked, and leave every
+// gradient as if they were not there, although their losses are not finite.
+static void a_masked_infinity_adds_nothing(void **state)
+{
+    (void)state;
+    enum { POSITION = 11 };
+    struct bench *b = bench_open(DTYPE_F32);
+    struct bench *without = memory_alloc(1, sizeof(*without));
+    int64_t left = 0;
+    b->trainable = b->markov = true;
+    set_terms(b, mixtures[1]);
+    for (int64_t c = 0; c < V; c++)
+        b->head[c * H] =
+            (c < VD ? -1.0f : 1.0f) * fabsf(b->head[c * H]) - (c < VD ? 0.01f : -0.01f);
+    b->last[POSITION * H] = bf16_from_float(INFINITY);
+    *without = *b;
+    slot_results_open(&without->results, N);
+    for (int64_t s = 0; s < b->slot_count; s++)
+        if (b->slots[s].teacher_row != POSITION) {
+            without->hidden_row[left] = b->hidden_row[s];
+            without->slots[left++] = b->slots[s];
+        }
+    without->slot_count = left;
+    assert_true(left < b->slot_count);
+    bench_run(b);
+    for (int64_t s = 0; s < b->slot_count; s++)
+        if (b->slots[s].teacher_row == POSITION)
+            assert_true(b->results.weight[s] == 0.0f && !isfinite(b->results.loss[s]));
+    struct exact *e = memory_alloc(1, sizeof(*e));
+    exact_run(e, without);
+    assert_true(error_of(b->dhidden, e->dhidden, N * H) <= 1e-5);
+    assert_true(error_of(b->dhead, e->dhead, VD * H) <= 1e-5);
+    assert_true(error_of(b->dw1, e->dw1, V * R) <= 1e-5);
+    assert_true(error_of(b->dw2, e->dw2, VD * R) <= 1e-5);
+    free(e);
+    bench_close(without);
     bench_close(b);
 }
 
@@ -597,6 +712,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(bf16_is_near),
         cmocka_unit_test(chunks_agree),
         cmocka_unit_test(a_masked_group_is_exact_zeros),
+        cmocka_unit_test(a_masked_infinity_adds_nothing),
         cmocka_unit_test(scoring_masks_as_training_does),
         cmocka_unit_test(a_map_of_everything_changes_nothing),
     };
