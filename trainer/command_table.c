@@ -170,6 +170,8 @@ static const struct command_option plan_options[] = {
     MAY("fit", "the largest values of keys that fit"),
     MAY("vary", "of which keys, as seq_len,layers (default: seq_len,layers,group_rows)"),
     MAY("json", "everything as one JSON object, every tensor with its bytes"),
+    MAY("grid", "with --json: a plan for every combination of the values, an object a line; --gpus "
+                "is then what there is, of which each takes what a run would"),
     MAY("target-config", "the target's config.json, where target.path is not there"),
     MAY("tflops", "rate for the least time of a step (default: 700, an H200)"),
 };

@@ -29,7 +29,7 @@ struct options {
     bool markdown;
     const char *target_config, *device_memory, *gpus, *tflops, *vary; // plan
     bool json, fit;                                                   // plan
-    const char **grids;                                               // sweep: KEY=VALUE,VALUE,...
+    const char **grids; // plan, sweep: KEY=VALUE,VALUE,...
     size_t grid_count;
     const char *equal, *show; // sweep
     long long parallel;       // sweep: points at a time; 0: not given

@@ -3,12 +3,10 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <signal.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/prctl.h>
 #include <sys/random.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -16,6 +14,7 @@
 #include "base/log.h"
 #include "base/memory.h"
 #include "base/timer.h"
+#include "trainer/child.h"
 #include "trainer/commands.h"
 #include "trainer/rank_place.h"
 #include "trainer/rank_wire.h"
@@ -31,7 +30,7 @@ struct supervisor {
     const struct launch *launch;
     struct child *children; // [ranks]
     int running;
-    sigset_t watched, before;
+    struct child_signals held;
     int signals;        // that were passed on
     double first_end;   // when a child ended; 0: none has
     double first_fault; // when one ended with a fault
@@ -52,16 +51,11 @@ static void set_number(const char *name, int value)
     set_variable(name, text);
 }
 
-// In the child. A group of its own: what the terminal sends to the foreground comes from the supervisor, once.
+// In the child.
 static void become_rank(const struct supervisor *s, int rank, int listener, int port, pid_t parent)
 {
     const struct launch *launch = s->launch;
-    // The supervisor may have been killed between fork and this.
-    if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0 || getppid() != parent)
-        _exit(EXIT_FAILED);
-    setpgid(0, 0);
-    signal(SIGTTOU, SIG_IGN); // messages from the background
-    sigprocmask(SIG_SETMASK, &s->before, NULL);
+    child_begin(&s->held, parent);
     set_number(RANK_VARIABLE_RANK, rank);
     set_number(RANK_VARIABLE_SIZE, launch->ranks);
     set_number(RANK_VARIABLE_PORT, port);
@@ -121,14 +115,13 @@ static void send_all(const struct supervisor *s, int number)
             kill(s->children[rank].pid, number);
 }
 
-static const char *how(int status, char *text, size_t size)
+// What ends with a status has said why.
+static void tell_signal(int rank, pid_t pid, int status)
 {
+    char *end = child_end_words(status);
     if (WIFSIGNALED(status))
-        snprintf(text, size, "was ended by signal %d (%s)", WTERMSIG(status),
-                 strsignal(WTERMSIG(status)));
-    else
-        snprintf(text, size, "ended with status %d", WEXITSTATUS(status));
-    return text;
+        log_error("rank %d (process %d) %s", rank, (int)pid, end);
+    free(end);
 }
 
 static bool is_fault(int status)
@@ -139,7 +132,6 @@ static bool is_fault(int status)
 
 static void reap(struct supervisor *s)
 {
-    char text[96];
     int status;
     pid_t pid;
     while ((pid = waitpid(-1, &status, WNOHANG)) > 0) {
@@ -155,9 +147,8 @@ static void reap(struct supervisor *s)
             s->first_end = timer_now();
         if (!is_fault(status))
             continue;
-        // What ends with a status has said why.
-        if (WIFSIGNALED(status) && !(s->terminated > 0.0))
-            log_error("rank %d (process %d) %s", rank, (int)pid, how(status, text, sizeof(text)));
+        if (!(s->terminated > 0.0))
+            tell_signal(rank, pid, status);
         if (!(s->first_fault > 0.0))
             s->first_fault = timer_now();
     }
@@ -199,10 +190,9 @@ static void pass_on(struct supervisor *s, int number)
 
 static void watch(struct supervisor *s)
 {
-    const struct timespec tick = {.tv_nsec = (long)(tick_seconds * 1e9)};
     while (s->running > 0) {
-        int number = sigtimedwait(&s->watched, NULL, &tick);
-        if (number > 0 && number != SIGCHLD)
+        int number = child_signals_await(&s->held, tick_seconds);
+        if (number != 0)
             pass_on(s, number);
         reap(s);
         end_others(s);
@@ -227,19 +217,12 @@ int launch_run(const struct launch *launch)
     struct supervisor s = {.launch = launch};
     int status = EXIT_FAILED;
     s.children = memory_alloc((size_t)launch->ranks, sizeof(*s.children));
-    // Held back, so that none is lost between two looks.
-    sigemptyset(&s.watched);
-    sigaddset(&s.watched, SIGTERM);
-    sigaddset(&s.watched, SIGINT);
-    sigaddset(&s.watched, SIGUSR1);
-    sigaddset(&s.watched, SIGCHLD);
-    signal(SIGCHLD, SIG_DFL); // who ignores it, as some starters do, can not wait for children
-    sigprocmask(SIG_BLOCK, &s.watched, &s.before);
+    child_signals_hold(&s.held);
     if (start_all(&s) == 0) {
         watch(&s);
         status = common_status(&s);
     }
-    sigprocmask(SIG_SETMASK, &s.before, NULL);
+    child_signals_release(&s.held);
     free(s.children);
     return status;
 }

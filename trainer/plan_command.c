@@ -9,6 +9,7 @@
 #include "trainer/json_text.h"
 #include "trainer/plan_fit.h"
 #include "trainer/plan_print.h"
+#include "trainer/sweep_grid.h"
 
 struct plan_run {
     const struct options *options;
@@ -19,6 +20,7 @@ struct plan_run {
     size_t device_memory; // 0: not known
     const char *memory_from;
     double tflops;
+    bool of_grid, quiet;  // one of several; not the first of them, which tells the warnings of all
     char *keys[FIT_KEYS]; // of --vary
     size_t key_count;
 };
@@ -47,6 +49,15 @@ static int take_memory(struct plan_run *run, struct error *err)
     return 0;
 }
 
+// Of N GPUs that are there, as many as a run takes that starts its ranks itself.
+static int64_t ranks_of(const struct config *config, long long gpus)
+{
+    int64_t most = config->data.rows_per_step;
+    if (config->parallel.gpus > 0)
+        return config->parallel.gpus;
+    return most < gpus ? most : gpus;
+}
+
 static int take_numbers(struct plan_run *run, struct error *err)
 {
     const struct options *o = run->options;
@@ -57,7 +68,7 @@ static int take_numbers(struct plan_run *run, struct error *err)
     long long gpus = o->gpus != NULL ? strtoll(o->gpus, &end, 10) : 1;
     if (o->gpus != NULL && (*end != '\0' || gpus < 1 || gpus > PLAN_MOST_RANKS))
         return error_set(err, "--gpus: %s is not a number from 1 to %d", o->gpus, PLAN_MOST_RANKS);
-    run->input.subject.ranks = gpus;
+    run->input.subject.ranks = run->of_grid ? ranks_of(&run->config, gpus) : gpus;
     return 0;
 }
 
@@ -102,7 +113,7 @@ static int open_plan(struct plan_run *run, struct error *err)
     if (config_load(&run->config, o->config, o->sets, o->set_count, err) != 0)
         return -1;
     log_configure((enum log_level)run->config.log.level, 0);
-    if (config_warnings(&run->config, &warnings) > 0)
+    if (config_warnings(&run->config, &warnings) > 0 && !run->quiet)
         log_warn("%s", warnings.text);
     if (plan_input_open(&run->input, &run->config, o->target_config, o->device_memory == NULL,
                         err) != 0 ||
@@ -157,7 +168,7 @@ static int report(struct plan_run *run, struct error *err)
     if (run->options->fit)
         status = add_fits(run, root, err);
     if (root != NULL && status == 0) {
-        char *text = cJSON_Print(root);
+        char *text = run->of_grid ? cJSON_PrintUnformatted(root) : cJSON_Print(root);
         printf("%s\n", text);
         cJSON_free(text);
     }
@@ -165,20 +176,54 @@ static int report(struct plan_run *run, struct error *err)
     return status;
 }
 
-int command_plan(const struct options *options)
+static int run_plan(struct plan_run *run)
 {
-    struct plan_run run = {.options = options};
     struct error err = {""};
     int status = EXIT_REFUSED;
-    config_init(&run.config);
-    if (open_plan(&run, &err) != 0 || report(&run, &err) != 0)
+    config_init(&run->config);
+    if (open_plan(run, &err) != 0 || report(run, &err) != 0)
         log_error("%s", err.text);
     else
-        status = run.plan.fits ? EXIT_DONE : EXIT_FAILED;
-    for (size_t i = 0; i < run.key_count; i++)
-        free(run.keys[i]);
-    plan_release(&run.plan);
-    plan_input_close(&run.input);
-    config_release(&run.config);
+        status = run->plan.fits ? EXIT_DONE : EXIT_FAILED;
+    for (size_t i = 0; i < run->key_count; i++)
+        free(run->keys[i]);
+    plan_release(&run->plan);
+    plan_input_close(&run->input);
+    config_release(&run->config);
     return status;
+}
+
+// Every point of a grid, one after another up to one that is refused.
+static int plan_grid(const struct options *options)
+{
+    struct sweep_grid grid;
+    struct error err = {""};
+    int status = EXIT_DONE;
+    if (!options->json || options->fit)
+        error_set(&err, "--grid: gives an object a line, so it needs --json and knows no --fit; "
+                        "dtrain sweep --plan-only prints a table");
+    if (sweep_grid_parse(&grid, options->grids, options->grid_count, &err) != 0 ||
+        err.text[0] != '\0') {
+        log_error("%s", err.text);
+        status = EXIT_REFUSED;
+    }
+    for (size_t i = 0; status != EXIT_REFUSED && i < sweep_grid_points(&grid); i++) {
+        struct sweep_sets sets;
+        sweep_sets_open(&sets, &grid, i, options->sets, options->set_count);
+        struct options point = *options;
+        point.sets = sets.items;
+        point.set_count = sets.count;
+        int one = run_plan(&(struct plan_run){.options = &point, .of_grid = true, .quiet = i > 0});
+        status = one > status ? one : status;
+        sweep_sets_close(&sets);
+        fflush(stdout); // a sweep counts them
+    }
+    sweep_grid_release(&grid);
+    return status;
+}
+
+int command_plan(const struct options *options)
+{
+    return options->grid_count > 0 ? plan_grid(options)
+                                   : run_plan(&(struct plan_run){.options = options});
 }

@@ -9,10 +9,9 @@
 #ifndef TRAINER_SWEEP_H
 #define TRAINER_SWEEP_H
 
-#include <signal.h>
 #include <stdio.h>
-#include <sys/types.h>
 
+#include "trainer/child.h"
 #include "trainer/commands.h"
 #include "trainer/sweep_grid.h"
 
@@ -102,7 +101,7 @@ struct sweep {
     int gpus;         // of each point; 0: on the CPU
     int64_t threads;  // of points on the CPU whose config does not say; 0: all cores
     char **slot_gpus; // [parallel] CUDA_VISIBLE_DEVICES; NULL: left as it is
-    sigset_t watched, before;
+    struct child_signals held;
     int signals;          // that have come
     int first_signal;     // the first one's number
     double stopped_at;    // when the first signal came; 0: none has
@@ -132,6 +131,8 @@ int sweep_state_write(const struct sweep *sweep, struct error *err);
 // Takes over what an earlier start of the same sweep has left: refuses another grid or config by what
 // differs, a line each.
 int sweep_state_continue(struct sweep *sweep, struct error *err);
+// Says that the folder holds another sweep, by what differs, a line each. Returns -1.
+int sweep_refuse_to_go_on(const struct sweep *sweep, const char *differs, struct error *err);
 // Writes FOLDER/config.yaml, with which the next start's config is compared, and every point's
 // NAME/point.yaml, which its run reads.
 int sweep_write_configs(const struct sweep *sweep, struct error *err);
@@ -145,10 +146,11 @@ bool sweep_point_finished(const struct sweep_point *point);
 int sweep_load_point(const struct sweep *sweep, size_t point, struct config *config,
                      struct error *err);
 
-// Sets steps and anchors of every point from its config and documents.
-int sweep_count_steps(struct sweep *sweep, struct error *err);
-// Plans every point as `dtrain plan` does; those that do not fit become SWEEP_TOO_LARGE. 1: a signal came.
+// Plans every point as `dtrain plan` does; those that do not fit become SWEEP_TOO_LARGE.
 int sweep_plan(struct sweep *sweep, struct error *err);
+// Sets steps and anchors of every point that fits, from its config and documents. What is equal follows from
+// points that have steps from an earlier start of the sweep, or else from those that fit.
+int sweep_count_steps(struct sweep *sweep, struct error *err);
 void sweep_print_plan(const struct sweep *sweep, FILE *out);
 
 // ---- sweep_process.c -----------------------------------------------------------------------------
@@ -163,8 +165,6 @@ struct sweep_process {
 pid_t sweep_process_start(const struct sweep *sweep, const struct sweep_process *process);
 // Whether it has ended; then *status is what waitpid gives.
 bool sweep_process_ended(pid_t pid, int *status);
-// "ended with status 1", "was ended by signal 9 (Killed)". The caller frees.
-char *sweep_process_end(int status);
 // Waits at most so long; the number of a signal that asks this process to stop, 0: none, or a child ended.
 int sweep_await(struct sweep *sweep, double seconds);
 // The last error in a text of log lines, from `offset` of a file on; the caller frees. NULL: there is none.
@@ -178,6 +178,8 @@ void sweep_watch_read(struct sweep_watch *watch, const char *folder);
 char *sweep_progress_text(const struct sweep *sweep);
 // Tells it: as the live line, or a plain line now and then.
 void sweep_show_progress(struct sweep *sweep);
+// The same of what comes before the first point: "planned 120 of 1000 points".
+void sweep_show_count(struct sweep *sweep, const char *what, size_t count);
 // Seconds until the running point, and until the sweep ends; NAN: not known yet.
 double sweep_point_left(const struct sweep_point *point);
 double sweep_left(const struct sweep *sweep);

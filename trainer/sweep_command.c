@@ -1,11 +1,13 @@
 // Owns `dtrain sweep`: its options, what it refuses before anything starts, the order of its parts.
 #include <math.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "base/log.h"
 #include "base/memory.h"
+#include "base/timer.h"
 #include "kernels/backend.h"
 #include "trainer/files.h"
 #include "trainer/folder_lock.h"
@@ -120,12 +122,30 @@ static char *gpu_list(int first, int count, struct error *err)
     return list;
 }
 
+// The most that any point's parallel.gpus asks for; 0: none asks.
+static long long most_gpus(const struct sweep *sweep)
+{
+    long long most = sweep->config.parallel.gpus;
+    for (size_t i = 0; i < sweep->grid.axis_count; i++)
+        for (size_t v = 0; v < sweep->grid.axes[i].count; v++)
+            if (strcmp(sweep->grid.axes[i].key, "parallel.gpus") == 0 &&
+                strtoll(sweep->grid.axes[i].values[v], NULL, 10) > most)
+                most = strtoll(sweep->grid.axes[i].values[v], NULL, 10);
+    return most;
+}
+
 static int divide_gpus(struct sweep *sweep, int gpus, struct error *err)
 {
     if (sweep->parallel > gpus)
         return error_set(err, "--parallel %d: %d GPU%s can be used on this machine",
                          sweep->parallel, gpus, gpus == 1 ? "" : "s");
     sweep->gpus = gpus / sweep->parallel;
+    if (most_gpus(sweep) > sweep->gpus)
+        return error_set(err,
+                         "parallel.gpus: %lld, but with --parallel %d a point gets %d of the %d "
+                         "GPU%s that can be used on this machine",
+                         most_gpus(sweep), sweep->parallel, sweep->gpus, gpus,
+                         gpus == 1 ? "" : "s");
     if (sweep->parallel == 1)
         return 0;
     if (sweep->gpus * sweep->parallel < gpus)
@@ -182,15 +202,18 @@ static int open_folder(struct sweep *sweep, struct error *err)
     return 0;
 }
 
-static void hold_signals(struct sweep *sweep)
+// Before the first point nothing has to be saved, so a signal ends the process, whatever it is doing, and with it
+// the one that plans.
+static void *end_early(void *context)
 {
-    sigemptyset(&sweep->watched);
-    sigaddset(&sweep->watched, SIGTERM);
-    sigaddset(&sweep->watched, SIGINT);
-    sigaddset(&sweep->watched, SIGUSR1);
-    sigaddset(&sweep->watched, SIGCHLD);
-    signal(SIGCHLD, SIG_DFL); // who ignores it, as some starters do, can not wait for children
-    sigprocmask(SIG_BLOCK, &sweep->watched, &sweep->before);
+    const struct child_signals *held = context;
+    int number = 0, ignored;
+    while (sigwait(&held->stops, &number) != 0)
+        continue;
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &ignored);
+    log_status_line(NULL);
+    log_info("signal %d: stopping before the first point; the same command goes on", number);
+    _exit(EXIT_STOPPED);
 }
 
 static bool all_fit(const struct sweep *sweep)
@@ -223,6 +246,19 @@ static int count_steps(struct sweep *sweep, struct error *err)
     return 0;
 }
 
+// A folder that holds no sweep yet is made when nothing is left to refuse.
+static int plan_points(struct sweep *sweep, struct error *err)
+{
+    bool only = sweep->options->plan_only, goes_on = sweep_state_exists(sweep->folder);
+    if (goes_on && !only && open_folder(sweep, err) != 0)
+        return -1;
+    if (goes_on && sweep_state_continue(sweep, err) != 0)
+        return -1;
+    if (sweep_plan(sweep, err) != 0 || count_steps(sweep, err) != 0)
+        return -1;
+    return goes_on || only ? 0 : open_folder(sweep, err);
+}
+
 // Everything up to the first point. Returns 0, or an exit status.
 static int prepare(struct sweep *sweep, struct error *err)
 {
@@ -230,22 +266,26 @@ static int prepare(struct sweep *sweep, struct error *err)
     if (check_place(err) != 0 || take_config(sweep, err) != 0 || divide_machine(sweep, err) != 0)
         return EXIT_REFUSED;
     sweep_points_open(sweep);
-    if (count_steps(sweep, err) != 0)
+    sweep->shown = timer_now();
+    if (plan_points(sweep, err) != 0)
         return EXIT_REFUSED;
-    if (!only && open_folder(sweep, err) != 0)
-        return EXIT_REFUSED;
-    if (sweep_state_exists(sweep->folder) && sweep_state_continue(sweep, err) != 0)
-        return EXIT_REFUSED;
-    int planned = sweep_plan(sweep, err);
-    if (planned > 0)
-        log_info("signal %d: stopping before the first point", sweep->first_signal);
-    if (planned != 0)
-        return planned > 0 ? EXIT_STOPPED : EXIT_REFUSED;
+    log_status_line(NULL);
     sweep_print_plan(sweep, stdout);
     fflush(stdout);
     if (!only && (sweep_write_configs(sweep, err) != 0 || sweep_state_write(sweep, err) != 0))
         return EXIT_FAILED;
     return 0;
+}
+
+static int prepare_watched(struct sweep *sweep, struct error *err)
+{
+    pthread_t watcher;
+    if (pthread_create(&watcher, NULL, end_early, &sweep->held) != 0)
+        die("pthread_create failed");
+    int status = prepare(sweep, err);
+    pthread_cancel(watcher);
+    pthread_join(watcher, NULL);
+    return status;
 }
 
 static int run_all(struct sweep *sweep, struct error *err)
@@ -322,8 +362,8 @@ int command_sweep(const struct options *options)
     struct sweep sweep = {.options = options, .lock_fd = -1};
     struct error err = {""};
     config_init(&sweep.config);
-    hold_signals(&sweep);
-    int status = prepare(&sweep, &err);
+    child_signals_hold(&sweep.held);
+    int status = prepare_watched(&sweep, &err);
     if (status == 0 && options->plan_only)
         status = all_fit(&sweep) ? EXIT_DONE : EXIT_FAILED;
     else if (status == 0)

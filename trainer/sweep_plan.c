@@ -1,5 +1,5 @@
-// Owns the plans of all points: each is made by `dtrain plan` in a process of its own, so that no device
-// memory stays taken here, and the table of what fits.
+// Owns the plans of all points, which `dtrain plan` makes in a process of its own, so that no device memory
+// stays taken here, and the table of what fits.
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>
@@ -16,43 +16,47 @@
 #include "kernels/backend.h"
 #include "trainer/sweep.h"
 
-enum { MOST_WORDS = 32 };
+enum { FIXED_WORDS = 16 };
 
 struct words {
     const char **items;
-    char *own[MOST_WORDS];
+    char *own[FIXED_WORDS];
     size_t count, own_count;
 };
 
 static void add_own(struct words *words, char *taken)
 {
-    BUG_UNLESS(words->own_count < MOST_WORDS);
+    BUG_UNLESS(words->own_count < FIXED_WORDS);
     words->own[words->own_count++] = taken;
     words->items[words->count++] = taken;
 }
 
-// Where a run would take the CPU because there is nothing else, a plan takes a GPU to come, unless it is told.
-static void plan_words(struct words *words, const struct sweep *sweep,
-                       const struct sweep_sets *sets)
+static void add_all(struct words *words, const char *option, const char *const *texts, size_t count)
 {
-    const char *memory = sweep->options->device_memory;
-    size_t available = 0, total = 0;
-    *words = (struct words){.items = memory_alloc(2 * sets->count + MOST_WORDS, sizeof(char *))};
+    for (size_t i = 0; i < count; i++) {
+        words->items[words->count++] = option;
+        words->items[words->count++] = texts[i];
+    }
+}
+
+// Where a run would take the CPU because there is nothing else, a plan takes a GPU to come, unless it is told.
+static void plan_words(struct words *words, const struct sweep *sweep)
+{
+    const struct options *o = sweep->options;
+    size_t available = 0, total = 0, most = 2 * (o->set_count + o->grid_count) + FIXED_WORDS;
+    *words = (struct words){.items = memory_alloc(most, sizeof(char *))};
     words->items[words->count++] = "plan";
     words->items[words->count++] = "--json";
-    words->items[words->count++] = "--config";
-    words->items[words->count++] = sweep->options->config;
-    for (size_t i = 0; i < sets->count; i++) {
-        words->items[words->count++] = "--set";
-        words->items[words->count++] = sets->items[i];
-    }
+    add_all(words, "--config", &o->config, 1);
+    add_all(words, "--set", o->sets, o->set_count);
+    add_all(words, "--grid", o->grids, o->grid_count);
     if (sweep->gpus > 0)
         add_own(words, memory_format("--gpus=%d", sweep->gpus));
-    else if (memory == NULL && sweep->config.run.device == DEVICE_AUTO)
+    else if (o->device_memory == NULL && sweep->config.run.device == DEVICE_AUTO)
         add_own(words, memory_format("--set=run.device=cpu"));
     backend_cpu()->memory(&available, &total);
-    if (memory != NULL)
-        add_own(words, memory_format("--device-memory=%s", memory));
+    if (o->device_memory != NULL)
+        add_own(words, memory_format("--device-memory=%s", o->device_memory));
     else if (sweep->gpus == 0 && sweep->parallel > 1) // points share the machine's memory
         add_own(words, memory_format("--device-memory=%zuB", total / (size_t)sweep->parallel));
 }
@@ -62,20 +66,6 @@ static void words_close(struct words *words)
     for (size_t i = 0; i < words->own_count; i++)
         free(words->own[i]);
     free(words->items);
-}
-
-static char *whole_text(FILE *file)
-{
-    char *text = NULL;
-    size_t size = 0, room = 0;
-    rewind(file);
-    do {
-        room = room * 2 + 65536;
-        text = memory_resize(text, room + 1, 1);
-        size += fread(text + size, 1, room - size, file);
-    } while (size == room);
-    text[size] = '\0';
-    return text;
 }
 
 static double number_at(const cJSON *root, const char *object, const char *name)
@@ -106,50 +96,97 @@ static int take_plan(struct sweep_point *point, const char *text)
     return result;
 }
 
-// 1: a signal came.
-static int wait_for(struct sweep *sweep, pid_t pid, int *status)
+// The process that plans all points, and what it has said: an object a line, in the order of the points.
+struct planner {
+    pid_t pid;
+    FILE *output, *errors;
+    char *text; // of output so far
+    size_t size, taken;
+    size_t planned; // points
+};
+
+static void planner_open(struct planner *planner, const struct sweep *sweep)
 {
-    int stopped = 0;
-    while (!sweep_process_ended(pid, status))
-        if (sweep_await(sweep, 0.2) != 0) {
-            kill(pid, SIGKILL);
-            stopped = 1;
-        }
-    return stopped;
+    struct words words;
+    *planner = (struct planner){.output = tmpfile(), .errors = tmpfile()};
+    if (planner->output == NULL || planner->errors == NULL)
+        die("tmpfile: %s", strerror(errno));
+    plan_words(&words, sweep);
+    const struct sweep_process process = {.arguments = words.items,
+                                          .output = fileno(planner->output),
+                                          .errors = fileno(planner->errors)};
+    planner->pid = sweep_process_start(sweep, &process);
+    words_close(&words);
 }
 
-static int plan_point(struct sweep *sweep, size_t at, struct error *err)
+static void planner_close(struct planner *planner)
 {
-    struct sweep_point *point = &sweep->points[at];
-    struct sweep_sets sets;
-    struct words words;
-    FILE *output = tmpfile(), *errors = tmpfile();
-    if (output == NULL || errors == NULL)
-        die("tmpfile: %s", strerror(errno));
-    sweep_sets_open(&sets, &sweep->grid, at, sweep->options->sets, sweep->options->set_count);
-    plan_words(&words, sweep, &sets);
-    const struct sweep_process process = {
-        .arguments = words.items, .output = fileno(output), .errors = fileno(errors)};
-    int status = 0, result = wait_for(sweep, sweep_process_start(sweep, &process), &status);
-    char *text = whole_text(output), *messages = whole_text(errors);
-    bool planned = WIFEXITED(status) && WEXITSTATUS(status) <= EXIT_FAILED;
-    if (result == 0 && (!planned || take_plan(point, text) != 0))
-        result = error_set(err, "%s: can not be planned: %.3000s", point->name, messages);
+    free(planner->text);
+    fclose(planner->errors);
+    fclose(planner->output);
+}
+
+// All of a file from `size` on, behind text. The place at which the child writes stays.
+static char *read_more(FILE *file, char *text, size_t *size)
+{
+    enum { PIECE = 1 << 16 };
+    ssize_t n;
+    do {
+        text = memory_resize(text, *size + PIECE + 1, 1);
+        n = pread(fileno(file), text + *size, PIECE, (off_t)*size);
+        if (n < 0)
+            die("pread: %s", strerror(errno));
+        *size += (size_t)n;
+    } while (n > 0);
+    text[*size] = '\0';
+    return text;
+}
+
+// Whole lines that have come. -1: one is not a plan.
+static int take_lines(struct planner *planner, struct sweep *sweep)
+{
+    planner->text = read_more(planner->output, planner->text, &planner->size);
+    for (;;) {
+        char *line = planner->text + planner->taken, *end = strchr(line, '\n');
+        if (end == NULL || planner->planned == sweep->point_count)
+            return 0;
+        *end = '\0';
+        struct sweep_point *point = &sweep->points[planner->planned];
+        if (point->state != SWEEP_DONE && take_plan(point, line) != 0)
+            return -1;
+        planner->taken += (size_t)(end - line) + 1;
+        planner->planned++;
+    }
+}
+
+static int refuse(struct planner *planner, const struct sweep *sweep, int status, struct error *err)
+{
+    size_t size = 0;
+    char *messages = read_more(planner->errors, NULL, &size), *end = child_end_words(status);
+    error_set(err, "%s: can not be planned: %.3000s", sweep->points[planner->planned].name,
+              size > 0 ? messages : end);
+    free(end);
     free(messages);
-    free(text);
-    words_close(&words);
-    sweep_sets_close(&sets);
-    fclose(errors);
-    fclose(output);
-    return result;
+    return -1;
 }
 
 int sweep_plan(struct sweep *sweep, struct error *err)
 {
-    int result = 0;
-    for (size_t i = 0; i < sweep->point_count && result == 0; i++)
-        if (sweep->points[i].state != SWEEP_DONE)
-            result = plan_point(sweep, i, err);
+    struct planner planner;
+    int status = 0, result = 0;
+    bool ended = false;
+    planner_open(&planner, sweep);
+    while (!ended) {
+        ended = sweep_process_ended(planner.pid, &status);
+        if (result == 0)
+            result = take_lines(&planner, sweep);
+        sweep_show_count(sweep, "planned", planner.planned);
+        if (!ended)
+            child_await(0.1);
+    }
+    if (planner.planned < sweep->point_count)
+        result = refuse(&planner, sweep, status, err);
+    planner_close(&planner);
     return result;
 }
 
@@ -195,7 +232,7 @@ void sweep_print_plan(const struct sweep *sweep, FILE *out)
             snprintf(steps, sizeof(steps), "%lld", (long long)point->steps);
         else
             snprintf(steps, sizeof(steps), "%s",
-                     sweep->equal == SWEEP_EQUAL_TIME ? "measured" : "-");
+                     fits && sweep->equal == SWEEP_EQUAL_TIME ? "measured" : "-");
         fprintf(out, "%-*s  %9s  %12s  %10s  %s%s\n", (int)width, point->name, steps, anchors,
                 byte_size_text((double)point->needed, text),
                 point->state == SWEEP_DONE ? "done"

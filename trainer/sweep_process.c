@@ -1,8 +1,7 @@
-// Owns child processes of a sweep: start, end, last words; and the wait that signals end.
+// Owns the processes of a sweep: their start, end and last words; and the wait that signals end.
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -12,16 +11,11 @@
 #include "trainer/files.h"
 #include "trainer/sweep.h"
 
-// In the child. A group of its own: what the terminal sends to the foreground comes from the sweep, once.
+// In the child.
 static void become(const struct sweep *sweep, const struct sweep_process *process, char **words,
                    pid_t parent)
 {
-    // The sweep may have been killed between fork and this.
-    if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0 || getppid() != parent)
-        _exit(EXIT_FAILED);
-    setpgid(0, 0);
-    signal(SIGTTOU, SIG_IGN); // messages from the background
-    sigprocmask(SIG_SETMASK, &sweep->before, NULL);
+    child_begin(&sweep->held, parent);
     if (dup2(process->output, STDOUT_FILENO) < 0 || dup2(process->errors, STDERR_FILENO) < 0)
         _exit(EXIT_FAILED);
     if (process->gpus != NULL && setenv("CUDA_VISIBLE_DEVICES", process->gpus, 1) != 0)
@@ -59,23 +53,13 @@ bool sweep_process_ended(pid_t pid, int *status)
     return ended == pid;
 }
 
-char *sweep_process_end(int status)
-{
-    if (WIFSIGNALED(status))
-        return memory_format("was ended by signal %d (%s)", WTERMSIG(status),
-                             strsignal(WTERMSIG(status)));
-    return memory_format("ended with status %d", WEXITSTATUS(status));
-}
-
 // `timeout` sends its signal twice within microseconds: that is one.
 int sweep_await(struct sweep *sweep, double seconds)
 {
     static const double apart_seconds = 0.05;
-    const struct timespec limit = {.tv_sec = (time_t)seconds,
-                                   .tv_nsec = (long)((seconds - (double)(time_t)seconds) * 1e9)};
-    int number = sigtimedwait(&sweep->watched, NULL, &limit);
+    int number = child_signals_await(&sweep->held, seconds);
     double now = timer_now();
-    if (number <= 0 || number == SIGCHLD)
+    if (number == 0)
         return 0;
     if (sweep->signals > 0 && number == sweep->first_signal &&
         now - sweep->stopped_at < apart_seconds)

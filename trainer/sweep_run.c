@@ -158,7 +158,7 @@ static bool start_points(struct sweep *sweep)
 static char *end_words(const struct sweep_point *point, int status)
 {
     char *path = memory_format("%s/output.txt", point->folder);
-    char *end = sweep_process_end(status), *error = sweep_last_error(path, point->output_from);
+    char *end = child_end_words(status), *error = sweep_last_error(path, point->output_from);
     char *words = error != NULL ? memory_format("%s: %s", end, error) : memory_strdup(end);
     free(error);
     free(end);

@@ -433,25 +433,25 @@ static void compare_how(const struct sweep *before, const struct sweep *now, str
         error_add(err, "--equal time: it was %g seconds and is %g", before->budget, now->budget);
 }
 
-// Steps that are counted anew must be those of the first start: else the documents have changed.
-static void take_point(struct sweep_point *now, struct sweep_point *before, enum sweep_equal equal,
-                       struct error *err)
+// Steps stay: where they are counted anew, sweep_steps.c holds them against these.
+static void take_point(struct sweep_point *now, const struct sweep_point *before)
 {
     now->needed = before->needed; // a point that is done is not planned again
     now->flops = before->flops;
-    if (equal == SWEEP_EQUAL_TIME) {
-        now->steps = before->steps;
-        now->step_seconds = before->step_seconds;
-    } else if (now->steps != before->steps) {
-        error_add(err,
-                  "%s: took %lld steps when the sweep was begun and takes %lld now: documents of "
-                  "data.train have changed",
-                  now->name, (long long)before->steps, (long long)now->steps);
-    }
+    now->steps = before->steps;
+    now->step_seconds = before->step_seconds;
     if (sweep_point_finished(now))
         now->state = SWEEP_DONE;
     else if (before->state == SWEEP_RUNNING || before->state == SWEEP_STOPPED)
         now->state = SWEEP_STOPPED;
+}
+
+int sweep_refuse_to_go_on(const struct sweep *sweep, const char *differs, struct error *err)
+{
+    error_set(err, "%s", differs);
+    return error_prefix(
+        err, "%s holds a sweep that this one does not go on with; choose another run.dir",
+        sweep->folder);
 }
 
 int sweep_state_continue(struct sweep *sweep, struct error *err)
@@ -464,13 +464,10 @@ int sweep_state_continue(struct sweep *sweep, struct error *err)
         result = err->text[0] != '\0' ? -1 : compare_config(sweep, err);
         sweep->threads = before.threads; // another number would be other bits
         for (size_t i = 0; result == 0 && i < sweep->point_count; i++)
-            take_point(&sweep->points[i], &before.points[i], sweep->equal, err);
-        if (err->text[0] != '\0') {
-            result = -1;
-            error_prefix(
-                err, "%s holds a sweep that this one does not go on with; choose another run.dir",
-                sweep->folder);
-        }
+            take_point(&sweep->points[i], &before.points[i]);
+        struct error differs = *err;
+        if (result != 0)
+            sweep_refuse_to_go_on(sweep, differs.text, err);
     }
     sweep_release(&before);
     return result;

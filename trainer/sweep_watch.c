@@ -168,17 +168,33 @@ char *sweep_progress_text(const struct sweep *sweep)
     return text;
 }
 
+// Whether it is time to tell something.
+static bool is_due(struct sweep *sweep)
+{
+    double now = timer_now();
+    if (now - sweep->shown < (isatty(STDERR_FILENO) == 1 ? live_seconds : plain_seconds))
+        return false;
+    sweep->shown = now;
+    return true;
+}
+
+static void show(char *text_taken)
+{
+    if (isatty(STDERR_FILENO) == 1)
+        log_status_line(text_taken);
+    else
+        log_info("%s", text_taken);
+    free(text_taken);
+}
+
+void sweep_show_count(struct sweep *sweep, const char *what, size_t count)
+{
+    if (is_due(sweep))
+        show(memory_format("%s %zu of %zu points", what, count, sweep->point_count));
+}
+
 void sweep_show_progress(struct sweep *sweep)
 {
-    bool terminal = isatty(STDERR_FILENO) == 1;
-    double now = timer_now();
-    if (now - sweep->shown < (terminal ? live_seconds : plain_seconds))
-        return;
-    char *text = sweep_progress_text(sweep);
-    sweep->shown = now;
-    if (terminal)
-        log_status_line(text);
-    else
-        log_info("%s", text);
-    free(text);
+    if (is_due(sweep))
+        show(sweep_progress_text(sweep));
 }
