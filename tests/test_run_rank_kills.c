@@ -60,6 +60,18 @@ static bool find_ranks(const struct program *program, pid_t *pids)
     return false;
 }
 
+// As pgrep, ps and nvidia-smi show it.
+static void must_be_named(pid_t pid)
+{
+    char path[64], name[32] = "";
+    snprintf(path, sizeof(path), "/proc/%ld/comm", (long)pid);
+    FILE *file = fopen(path, "r");
+    assert_non_null(file);
+    assert_non_null(fgets(name, sizeof(name), file));
+    fclose(file);
+    assert_string_equal(name, "dtrain\n");
+}
+
 // Nothing of it is left: not even a rank whose launcher is gone. One that is killed while it waits for a disk
 // ends when that answers.
 static void must_be_gone(const pid_t *pids)
@@ -131,6 +143,7 @@ static void launcher_killed(void **state)
     run_train_start(&fixture, &program, "orphans", NULL);
     assert_true(find_ranks(&program, pids));
     program_wait_step(&program, run_path(&fixture, "orphans"), 3, LIMIT);
+    must_be_named(pids[0]);
     program_signal(&program, SIGKILL);
     program_wait(&program, LIMIT);
     must_be_gone(pids);
