@@ -259,6 +259,103 @@ static void every_missing_or_cut_file_is_named(void **state)
     assert_reads("step-00000008", 8);
 }
 
+// The bytes of a file changed in place by `edit`.
+static void edit_file(const char *name, void (*edit)(char *bytes, size_t size))
+{
+    char *path = path_of(name);
+    int64_t size = files_size(path);
+    char *bytes = memory_alloc((size_t)size, 1);
+    FILE *file = fopen(path, "r+b");
+    assert_non_null(file);
+    assert_int_equal(fread(bytes, 1, (size_t)size, file), size);
+    edit(bytes, (size_t)size);
+    rewind(file);
+    assert_int_equal(fwrite(bytes, 1, (size_t)size, file), size);
+    assert_int_equal(fclose(file), 0);
+    free(bytes);
+    free(path);
+}
+
+static void flip_last_bit(char *bytes, size_t size)
+{
+    bytes[size - 1] ^= 1;
+}
+
+// As files of before there were sums: their names are not known.
+static void forget_sums(char *bytes, size_t size)
+{
+    for (size_t i = 0; i + 6 <= size; i++)
+        if (memcmp(bytes + i, "crc32c", 6) == 0)
+            bytes[i] = 'x';
+}
+
+static void forget_first_sum(char *bytes, size_t size)
+{
+    for (size_t i = 0; i + 6 <= size; i++)
+        if (memcmp(bytes + i, "crc32c", 6) == 0) {
+            bytes[i] = 'x';
+            return;
+        }
+}
+
+static void a_changed_bit_is_refused_by_file_and_tensor(void **state)
+{
+    (void)state;
+    static const char *const names[] = {
+        "master.safetensors", "adam_m.safetensors", "adam_v.safetensors", "config.yaml",
+        "execution.json",     "provenance.json",    "config.json"};
+    struct error err;
+    for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++) {
+        write_step(8);
+        char *name = memory_format("step-00000008/%s", names[i]);
+        edit_file(name, flip_last_bit);
+        assert_int_equal(read_step("step-00000008", 8, &err), -1);
+        assert_names(err.text, name);
+        assert_names(err.text, "its checksum (CRC-32C) is");
+        if (i < 3)
+            assert_names(err.text, "tensor '");
+        free(name);
+    }
+    write_step(8); // what servers read is checked when it is taken
+    char *path = path_of("step-00000008");
+    err = (struct error){""};
+    assert_int_equal(checkpoint_check_served(path, &err), 0);
+    edit_file("step-00000008/model.safetensors", flip_last_bit);
+    assert_int_equal(checkpoint_check_served(path, &err), -1);
+    assert_names(err.text, "step-00000008/model.safetensors: its checksum");
+    assert_reads("step-00000008", 8);
+    free(path);
+}
+
+static void a_checkpoint_without_sums_is_read(void **state)
+{
+    (void)state;
+    static const char *const names[] = {"master.safetensors", "adam_m.safetensors",
+                                        "adam_v.safetensors", "state.json"};
+    write_step(8);
+    for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++) {
+        char *name = memory_format("step-00000008/%s", names[i]);
+        edit_file(name, forget_sums);
+        free(name);
+    }
+    assert_reads("step-00000008", 8);
+    struct error err = {""};
+    char *path = path_of("step-00000008");
+    assert_int_equal(checkpoint_check_served(path, &err), 0);
+    free(path);
+}
+
+// The rest of its file has sums, so the tensor must have one.
+static void a_sum_that_is_gone_is_refused(void **state)
+{
+    (void)state;
+    struct error err;
+    write_step(8);
+    edit_file("step-00000008/master.safetensors", forget_first_sum);
+    assert_int_equal(read_step("step-00000008", 8, &err), -1);
+    assert_names(err.text, "that of what was written is missing");
+}
+
 static void without_done_it_is_not_read(void **state)
 {
     (void)state;
@@ -594,6 +691,9 @@ int main(void)
         TEST(a_checkpoint_has_all_its_files_and_leaves_nothing_else),
         TEST(texts_say_where_it_came_from),
         TEST(every_missing_or_cut_file_is_named),
+        TEST(a_changed_bit_is_refused_by_file_and_tensor),
+        TEST(a_checkpoint_without_sums_is_read),
+        TEST(a_sum_that_is_gone_is_refused),
         TEST(without_done_it_is_not_read),
         TEST(another_drafter_is_refused_by_tensor),
         TEST(the_newest_complete_one_is_found_and_others_are_named_once),

@@ -11,6 +11,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "base/crc32c.h"
 #include "base/log.h"
 #include "data/safetensors.h"
 #include "trainer/checkpoint_folder.h"
@@ -56,6 +57,17 @@ static int state_rank(const struct model_state *state)
     return ownership_shared(ownership) ? ownership->rank : 0;
 }
 
+// Of what is in memory, so that what the disk makes of it shows.
+static void add_sum(struct safetensors_writer *writer, const char *name, const float *values,
+                    int64_t count)
+{
+    char text[SUM_TEXT];
+    char *key = memory_format(SUM_PREFIX "%s", name);
+    snprintf(text, sizeof(text), SUM_FORMAT, crc32c(0, values, (size_t)count * sizeof(*values)));
+    safetensors_writer_metadata(writer, key, text);
+    free(key);
+}
+
 // The tensors that this rank owns and that are in the array.
 static int write_tensors(struct safetensors_writer *writer, const struct model_state *state,
                          enum state_array array, const float *values, struct error *err)
@@ -64,8 +76,10 @@ static int write_tensors(struct safetensors_writer *writer, const struct model_s
     const struct params *params = layout->params;
     for (size_t i = 0; i < params->count; i++) {
         const struct param *param = &params->items[i];
-        if (state_has(layout, array, i))
-            safetensors_writer_add(writer, param->name, DTYPE_F32, param->dims, param->shape);
+        if (!state_has(layout, array, i))
+            continue;
+        safetensors_writer_add(writer, param->name, DTYPE_F32, param->dims, param->shape);
+        add_sum(writer, param->name, values + state_offset(layout, array, i), param->count);
     }
     if (safetensors_writer_begin(writer, err) != 0)
         return -1;
@@ -231,6 +245,23 @@ static void add_sizes(cJSON *object, const char *directory, const struct state_l
         add_size(files, directory, checkpoint_others[i]);
 }
 
+// Of the files that are not the state's tensors, which have their own.
+static int add_sums(cJSON *object, const char *directory, struct error *err)
+{
+    cJSON *sums = cJSON_AddObjectToObject(object, "crc32c");
+    int result = 0;
+    for (int i = 0; i < OTHER_FILES && result == 0; i++) {
+        uint32_t sum = 0;
+        char text[SUM_TEXT];
+        char *path = memory_format("%s/%s", directory, checkpoint_others[i]);
+        result = files_crc32c(path, &sum, err);
+        snprintf(text, sizeof(text), SUM_FORMAT, sum);
+        cJSON_AddStringToObject(sums, checkpoint_others[i], text);
+        free(path);
+    }
+    return result;
+}
+
 static int write_state(const char *directory, const struct model_state *state,
                        uint64_t data_fingerprint, struct error *err)
 {
@@ -249,7 +280,9 @@ static int write_state(const char *directory, const struct model_state *state,
         json_add_int(object, "parts", ranks);
     add_sizes(object, directory, &state->layout, ranks);
     char *path = memory_format("%s/state.json", directory);
-    int result = json_write_file(object, path, err);
+    int result = add_sums(object, directory, err);
+    if (result == 0)
+        result = json_write_file(object, path, err);
     free(path);
     cJSON_Delete(object);
     return result;

@@ -38,7 +38,7 @@ int checkpoint_complete(const char *directory, const char *begun, const struct m
 void checkpoint_discard(const char *begun);
 
 // Reads the tensors that state owns and has room for from a checkpoint directory: by name, with their shapes
-// checked; errors name the file and the tensor. fingerprint may be NULL.
+// and checksums checked; errors name the file and the tensor. fingerprint may be NULL.
 int checkpoint_read(const char *path, struct model_state *state, uint64_t *fingerprint,
                     struct error *err);
 
@@ -48,9 +48,11 @@ bool checkpoint_has_average(const char *path);
 int checkpoint_read_weights(const char *path, struct model_state *state, bool average,
                             struct error *err);
 
-// Every fault of a checkpoint directory: files that are missing or of another size than was written, no
-// DONE; a line each.
+// Every fault of a checkpoint directory: files that are missing or of another size than was written, texts that
+// are not those that were written, no DONE; a line each.
 int checkpoint_check(const char *path, struct error *err);
+// Whether model.safetensors is what was written: all of it is read.
+int checkpoint_check_served(const char *path, struct error *err);
 
 // The newest complete checkpoint of a checkpoints folder in *path (caller frees; NULL when there is
 // none). One warning names every directory that is not complete; strays are ignored; nothing deleted.

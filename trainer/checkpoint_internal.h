@@ -2,6 +2,7 @@
 #ifndef TRAINER_CHECKPOINT_INTERNAL_H
 #define TRAINER_CHECKPOINT_INTERNAL_H
 
+#include <inttypes.h>
 #include <stdint.h>
 
 #include "trainer/state_layout.h"
@@ -26,9 +27,15 @@ enum { STATE_VERSION = 1 };
 
 // Arrays of fp32 state are each a file of every rank that wrote; these are all other files but state.json and
 // DONE.
-enum { OTHER_FILES = 5 };
+enum { OTHER_FILES = 5, SERVED_FILE = 0 }; // SERVED_FILE: model.safetensors
 extern const char *const checkpoint_arrays[STATE_ARRAYS];
 extern const char *const checkpoint_others[OTHER_FILES];
+
+// Checksums (CRC-32C, hexadecimal): of a tensor of the state in its file's metadata, under SUM_PREFIX and its
+// name, so that whoever reads a tensor can check it, whichever rank wrote it; of the other files in state.json.
+#define SUM_PREFIX "crc32c."
+#define SUM_FORMAT "%08" PRIx32
+enum { SUM_TEXT = 9 }; // bytes
 
 // "master.safetensors", of several ranks "master-00001-of-00002.safetensors". The caller frees.
 char *checkpoint_array_file(int array, int rank, int ranks);

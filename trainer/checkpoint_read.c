@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/crc32c.h"
 #include "data/safetensors.h"
 #include "trainer/checkpoint_folder.h"
 #include "trainer/checkpoint_internal.h"
@@ -26,6 +27,26 @@ static int check_file(const char *directory, const char *name, const cJSON *size
     else if ((double)found != size->valuedouble)
         result = error_add(err, "%s: %" PRId64 " bytes, %.0f were written; the file is damaged",
                            path, found, size->valuedouble);
+    free(path);
+    return result;
+}
+
+// Checkpoints of before there were sums have none.
+static int check_sum(const char *directory, const char *name, const cJSON *sums, struct error *err)
+{
+    const cJSON *wanted = cJSON_GetObjectItemCaseSensitive(sums, name);
+    uint32_t sum = 0;
+    char text[SUM_TEXT];
+    if (sums == NULL)
+        return 0;
+    char *path = memory_format("%s/%s", directory, name);
+    int result = files_crc32c(path, &sum, err);
+    snprintf(text, sizeof(text), SUM_FORMAT, sum);
+    if (result == 0 && (!cJSON_IsString(wanted) || strcmp(wanted->valuestring, text) != 0))
+        result = error_add(err,
+                           "%s: its checksum (CRC-32C) is %s, that of what was written is %s; the "
+                           "file is damaged or was edited",
+                           path, text, cJSON_IsString(wanted) ? wanted->valuestring : "missing");
     free(path);
     return result;
 }
@@ -81,8 +102,12 @@ static bool has_array(const cJSON *sizes, int array, int parts)
     return listed || array != STATE_EMA;
 }
 
-static int check_files(const char *path, const cJSON *sizes, int parts, struct error *err)
+// Sizes of all files, sums of small ones. The state's tensors are checked when they are read.
+static int check_files(const char *path, const struct json_file *state, int parts,
+                       struct error *err)
 {
+    const cJSON *sizes = cJSON_GetObjectItemCaseSensitive(state->root, "files");
+    const cJSON *sums = cJSON_GetObjectItemCaseSensitive(state->root, "crc32c");
     int result = 0;
     for (int array = 0; array < STATE_ARRAYS; array++)
         for (int part = 0; part < parts && has_array(sizes, array, parts); part++) {
@@ -90,8 +115,12 @@ static int check_files(const char *path, const cJSON *sizes, int parts, struct e
             result |= check_file(path, file, sizes, err);
             free(file);
         }
-    for (int i = 0; i < OTHER_FILES; i++)
-        result |= check_file(path, checkpoint_others[i], sizes, err);
+    for (int i = 0; i < OTHER_FILES; i++) {
+        int status = check_file(path, checkpoint_others[i], sizes, err);
+        if (status == 0 && i != SERVED_FILE)
+            status = check_sum(path, checkpoint_others[i], sums, err);
+        result |= status;
+    }
     return result;
 }
 
@@ -103,13 +132,23 @@ int checkpoint_check(const char *path, struct error *err)
         return -1;
     result = read_parts(&state, &parts, err);
     if (result == 0)
-        result =
-            check_files(path, cJSON_GetObjectItemCaseSensitive(state.root, "files"), parts, err);
+        result = check_files(path, &state, parts, err);
     json_close(&state);
     if (!checkpoint_is_complete(path))
         result |=
             error_add(err, "%s/DONE: missing; writing this checkpoint was not finished", path);
     return result != 0 ? -1 : 0;
+}
+
+int checkpoint_check_served(const char *path, struct error *err)
+{
+    struct json_file state;
+    if (open_state(&state, path, err) != 0)
+        return -1;
+    int result = check_sum(path, checkpoint_others[SERVED_FILE],
+                           cJSON_GetObjectItemCaseSensitive(state.root, "crc32c"), err);
+    json_close(&state);
+    return result;
 }
 
 static int read_counters(const char *path, struct counters *counters, uint64_t *fingerprint,
@@ -191,6 +230,34 @@ static const struct safetensors *file_of(const struct array_files *array, const 
     return &array->files[0];
 }
 
+// Files of before there were sums have none; a file that has some has all.
+static bool has_sums(const struct safetensors *file)
+{
+    for (size_t i = 0; i < file->metadata_count; i++)
+        if (strncmp(file->metadata_keys[i], SUM_PREFIX, strlen(SUM_PREFIX)) == 0)
+            return true;
+    return false;
+}
+
+static int check_values(const struct safetensors *file, const struct safetensors_entry *entry,
+                        const float *values, struct error *err)
+{
+    char text[SUM_TEXT];
+    if (!has_sums(file))
+        return 0;
+    char *key = memory_format(SUM_PREFIX "%s", entry->name);
+    const char *wanted = safetensors_metadata(file, key);
+    snprintf(text, sizeof(text), SUM_FORMAT, crc32c(0, values, entry->size));
+    int result = 0;
+    if (wanted == NULL || strcmp(wanted, text) != 0)
+        result = error_set(err,
+                           "%s: tensor '%s' is damaged: its checksum (CRC-32C) is %s, that of what "
+                           "was written is %s",
+                           file->path, entry->name, text, wanted != NULL ? wanted : "missing");
+    free(key);
+    return result;
+}
+
 static int copy_tensors(const struct array_files *array, const struct model_state *state,
                         enum state_array which, float *values, struct error *err)
 {
@@ -202,11 +269,15 @@ static int copy_tensors(const struct array_files *array, const struct model_stat
         const struct param *param = &params->items[i];
         if (!state_has(layout, which, i))
             continue;
-        const struct safetensors_entry *entry = safetensors_get(
-            file_of(array, param->name), param->name, "F32", param->dims, param->shape, err);
+        const struct safetensors *file = file_of(array, param->name);
+        const struct safetensors_entry *entry =
+            safetensors_get(file, param->name, "F32", param->dims, param->shape, err);
         if (entry == NULL)
             return -1;
-        memcpy(values + state_offset(layout, which, i), entry->bytes, entry->size);
+        float *place = values + state_offset(layout, which, i);
+        memcpy(place, entry->bytes, entry->size);
+        if (check_values(file, entry, place, err) != 0)
+            return -1;
     }
     return check_names(array, params, err);
 }

@@ -9,6 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/crc32c.h"
 #include "base/memory.h"
 
 int files_make_folder(const char *path, struct error *err)
@@ -117,6 +118,22 @@ static void put_file(void *context, FILE *out)
     char buffer[65536];
     for (size_t n; (n = fread(buffer, 1, sizeof(buffer), context)) > 0;)
         fwrite(buffer, 1, n, out);
+}
+
+int files_crc32c(const char *path, uint32_t *sum, struct error *err)
+{
+    enum { PIECE = 1 << 20 };
+    FILE *file = fopen(path, "rb");
+    if (file == NULL)
+        return error_set(err, "%s: can not open: %s", path, strerror(errno));
+    unsigned char *bytes = memory_alloc(PIECE, 1);
+    *sum = 0;
+    for (size_t got; (got = fread(bytes, 1, PIECE, file)) > 0;)
+        *sum = crc32c(*sum, bytes, got);
+    int result = ferror(file) ? error_set(err, "%s: reading failed: %s", path, strerror(errno)) : 0;
+    fclose(file);
+    free(bytes);
+    return result;
 }
 
 int files_copy(const char *from, const char *to, struct error *err)

@@ -24,6 +24,8 @@ int files_write(const char *path, files_write_fn *write, void *context, struct e
 int files_write_text(const char *path, const char *text, struct error *err);
 // The whole file as text (caller frees), NULL: the error is filled.
 char *files_read_text(const char *path, struct error *err);
+// CRC-32C of the whole file.
+int files_crc32c(const char *path, uint32_t *sum, struct error *err);
 // Copies a file, durable as files_write.
 int files_copy(const char *from, const char *to, struct error *err);
 // Makes the entries of a folder durable.

@@ -285,6 +285,15 @@ static int obey_frozen(struct resume *resume, struct session *session, struct er
     return error_prefix(err, "can not resume %s as it was", resume->path);
 }
 
+// What can be done about a checkpoint that is damaged.
+static int advise_older(const struct resume *resume, struct error *err)
+{
+    if (!files_is_folder(resume->path))
+        return -1;
+    return error_add(err, "move %s away, or name an older checkpoint with --resume DIR",
+                     resume->path);
+}
+
 int resume_find(struct resume *resume, const struct run_folder *folder, struct session *session,
                 struct error *err)
 {
@@ -296,7 +305,7 @@ int resume_find(struct resume *resume, const struct run_folder *folder, struct s
     }
     if (checkpoint_check(resume->path, err) != 0) {
         resume->failed = true;
-        return -1;
+        return advise_older(resume, err);
     }
     if (compare_config(resume, session, err) != 0 ||
         compare_layers(resume->path, session, err) != 0 ||
@@ -347,8 +356,7 @@ int resume_load(struct resume *resume, const struct session *session, struct mod
     uint64_t fingerprint = 0;
     if (checkpoint_read(resume->path, state, &fingerprint, err) != 0) {
         resume->failed = true;
-        return error_add(err, "move %s away, or name an older checkpoint with --resume DIR",
-                         resume->path);
+        return advise_older(resume, err);
     }
     if (fingerprint != session_fingerprint(session))
         return error_set(
