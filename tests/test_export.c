@@ -377,6 +377,25 @@ static void broken_checkpoints_are_refused(void **state)
     free(done);
 }
 
+static void a_damaged_export_is_not_copied(void **state)
+{
+    (void)state;
+    struct error err;
+    drafter_fixture_write(&drafter, folder, 4);
+    char *path = fixture_path(folder, "step-00000004/model.safetensors");
+    FILE *file = fopen(path, "r+b");
+    assert_non_null(file);
+    assert_int_equal(fseek(file, -1, SEEK_END), 0);
+    int byte = fgetc(file);
+    assert_int_equal(fseek(file, -1, SEEK_END), 0);
+    assert_int_equal(fputc(byte ^ 1, file), byte ^ 1);
+    assert_int_equal(fclose(file), 0);
+    assert_int_equal(export("step-00000004", "zlab", false, &err), -1);
+    assert_non_null(strstr(err.text, "step-00000004/model.safetensors: its checksum"));
+    assert_false(is_there("deep"));
+    free(path);
+}
+
 static void what_servers_do_not_run_needs_consent(void **state)
 {
     (void)state;
@@ -456,6 +475,7 @@ int main(void)
         TEST(the_command_copies_out_of_a_checkpoint),
         TEST(formats_have_names),
         TEST(broken_checkpoints_are_refused),
+        TEST(a_damaged_export_is_not_copied),
         TEST(what_servers_do_not_run_needs_consent),
         TEST(predicting_from_the_anchor_is_refused_always),
         TEST(a_mask_token_outside_the_vocabulary_is_refused),

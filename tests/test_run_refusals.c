@@ -429,6 +429,18 @@ static const struct {
     {"group_rows", "\"many\""},
 };
 
+// The checkpoint as one of before there were checksums: its texts may be edited.
+static void forget_sums(const char *name)
+{
+    const char *path = run_path(&fixture, "%s/state.json", name);
+    char *text = program_text(path);
+    char *sums = strstr(text, "\"crc32c\"");
+    assert_non_null(sums);
+    sums[1] = 'x';
+    write_text(path, text);
+    free(text);
+}
+
 // Values that no step can be cut to: beside a checkpoint an error, without one a warning.
 static void members_are_checked(void **state)
 {
@@ -436,6 +448,7 @@ static void members_are_checked(void **state)
     char *execution = program_text(run_path(&fixture, "run/execution.json"));
     int refused = 0;
     copy_run("members");
+    forget_sums("members/checkpoints/step-00000008");
     for (size_t i = 0; i < sizeof(bad_members) / sizeof(*bad_members); i++) {
         char *bad = with_member(execution, bad_members[i].member, bad_members[i].value);
         const char *folder = run_path(&fixture, "fresh-%zu", i), *name = strrchr(folder, '/') + 1;
@@ -459,6 +472,29 @@ static void members_are_checked(void **state)
     }
     assert_true(refused >= 8);
     free(execution);
+}
+
+// A bit that a disk lost: the run says where and what can be done, and goes on from the checkpoint before.
+static void a_damaged_checkpoint_is_refused(void **state)
+{
+    (void)state;
+    copy_run("damaged-state");
+    FILE *file = fopen(
+        run_path(&fixture, "damaged-state/checkpoints/step-00000008/adam_m.safetensors"), "r+b");
+    assert_non_null(file);
+    assert_int_equal(fseek(file, -2, SEEK_END), 0);
+    int byte = fgetc(file);
+    assert_int_equal(fseek(file, -2, SEEK_END), 0);
+    assert_int_equal(fputc(byte ^ 8, file), byte ^ 8);
+    assert_int_equal(fclose(file), 0);
+    assert_int_equal(run_train(&fixture, "damaged-state", "--set", "run.max_steps=9", NULL), 1);
+    run_must_say(&fixture, "damaged-state", "step-00000008/adam_m.safetensors: tensor '");
+    run_must_say(&fixture, "damaged-state", "step-00000008 away, or name an older checkpoint");
+    assert_int_equal(run_train(&fixture, "damaged-state", "--resume",
+                               run_checkpoint(&fixture, "damaged-state", 4), NULL),
+                     0);
+    assert_true(program_same_state(run_checkpoint(&fixture, "damaged-state", 8),
+                                   run_checkpoint(&fixture, "run", 8)));
 }
 
 static void first_start_is_followed(void **state)
@@ -514,6 +550,7 @@ int main(void)
         cmocka_unit_test(run_folder_says_how),
         cmocka_unit_test(first_start_is_followed),
         cmocka_unit_test(members_are_checked),
+        cmocka_unit_test(a_damaged_checkpoint_is_refused),
     };
     return cmocka_run_group_tests_name("run_refusals", tests, open_all, close_all);
 }

@@ -120,6 +120,8 @@ static int open_checkpoint(struct source *source, struct error *err)
     char *path = memory_format("%s/config.yaml", request->checkpoint);
     int result = checkpoint_check(request->checkpoint, err);
     if (result == 0)
+        result = checkpoint_check_served(request->checkpoint, err);
+    if (result == 0)
         result = config_load(&source->config, path, NULL, 0, err);
     if (result == 0) {
         served_sizes(source);
