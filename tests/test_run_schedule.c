@@ -456,6 +456,18 @@ static void eval_refusals(void **state)
                                  "--set", "drafter.layers=1", NULL),
                      2);
     run_must_say(&fixture, "layers", "drafter.layers");
+    assert_int_equal(run_command(&fixture, "trace", true, "trace", "--checkpoint", checkpoint,
+                                 "--out", "unwritten", "--set", "drafter.layers=1", NULL),
+                     2);
+    run_must_say(&fixture, "trace", "drafter.layers");
+    assert_int_equal(run_command(&fixture, "trace", true, "trace", "--checkpoint", "there-is-none",
+                                 "--out", "unwritten", NULL),
+                     1);
+    assert_false(files_exists("unwritten"));
+    assert_int_equal(run_command(&fixture, "stats", false, "data", "stats", "none.h5", NULL), 2);
+    assert_int_equal(run_command(&fixture, "stats", false, "data", "manifest", "--out", "unwritten",
+                                 "none.h5", NULL),
+                     2);
     // The tensors fit, but they were trained for something else.
     const char *const sets[] = {"drafter.block_size=4", "drafter.mask_token_id=61",
                                 "drafter.rope_theta=500"};

@@ -105,5 +105,5 @@ int command_data_manifest(const struct options *options)
                        (size_t)options->file_count, &err) == 0)
         return EXIT_DONE;
     log_error("%s", err.text);
-    return EXIT_FAILED;
+    return EXIT_REFUSED;
 }

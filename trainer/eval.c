@@ -81,14 +81,20 @@ static int load_weights(const struct session *session, const struct options *opt
     return status;
 }
 
+static int open_blocks(const struct options *options, FILE **blocks, struct error *err)
+{
+    if (options->blocks != NULL && (*blocks = fopen(options->blocks, "we")) == NULL)
+        return error_set(err, "--blocks %s: can not be written: %s", options->blocks,
+                         strerror(errno));
+    return 0;
+}
+
+// Closes `blocks`.
 static int evaluate(const struct options *options, struct session *session, struct step *step,
-                    struct validation **validation, struct error *err)
+                    struct validation **validation, FILE *blocks, struct error *err)
 {
     struct metrics metrics = {0};
     struct walk walk = {0};
-    FILE *blocks = NULL;
-    if (options->blocks != NULL && (blocks = fopen(options->blocks, "we")) == NULL)
-        return error_set(err, "--blocks %s: %s", options->blocks, strerror(errno));
     step->stop = signals_stop;
     int status = validation_open(validation, session, step, options->rows, err);
     if (status == 0)
@@ -111,6 +117,7 @@ int command_eval(const struct options *options)
     struct session session = {0};
     struct step step = {0};
     struct validation *validation = NULL;
+    FILE *blocks = NULL;
     struct error err = {0};
     int status = EXIT_REFUSED;
     config_init(&config);
@@ -127,9 +134,13 @@ int command_eval(const struct options *options)
         plan_admit(&session, ADMIT_SCORING, NULL, &err) != 0)
         goto out;
     status = EXIT_FAILED;
-    if (load_weights(&session, options, &step, &err) == 0 &&
-        evaluate(options, &session, &step, &validation, &err) == 0)
-        status = EXIT_DONE;
+    if (load_weights(&session, options, &step, &err) != 0)
+        goto out;
+    status = EXIT_REFUSED;
+    if (open_blocks(options, &blocks, &err) != 0)
+        goto out;
+    status = evaluate(options, &session, &step, &validation, blocks, &err) == 0 ? EXIT_DONE
+                                                                                : EXIT_FAILED;
 out:
     if (status != EXIT_DONE)
         log_error("%s", err.text);

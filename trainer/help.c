@@ -11,8 +11,9 @@ enum { WIDTH = 80, OPTION_COLUMN = 23 };
 
 const struct help_status help_statuses[4] = {
     {EXIT_DONE, "done"},
-    {EXIT_FAILED, "the run failed, or a check found faults"},
-    {EXIT_REFUSED, "usage, config or data were refused before the first step"},
+    {EXIT_FAILED, "what was begun failed, a checkpoint is damaged, or the answer is no: faults "
+                  "were found, it does not fit"},
+    {EXIT_REFUSED, "the command line, config or data were refused before any work"},
     {EXIT_STOPPED, "stopped by a signal, with a checkpoint that resumes"},
 };
 

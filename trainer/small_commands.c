@@ -65,5 +65,5 @@ int command_data_stats(const struct options *options)
                    &err) == 0)
         return EXIT_DONE;
     log_error("%s", err.text);
-    return EXIT_FAILED;
+    return EXIT_REFUSED;
 }

@@ -369,8 +369,10 @@ static void keep_gradients(struct trace *trace)
         trace->grads[i] = (float)((double)trace->grads[i] / sum);
 }
 
-// The state before the step: of a checkpoint, or as a run begins.
-static int load_before(struct trace *trace, const struct options *options, struct error *err)
+// The state before the step: of a checkpoint, or as a run begins. *status where a checkpoint is damaged: a
+// failure, as for a run.
+static int load_before(struct trace *trace, const struct options *options, int *status,
+                       struct error *err)
 {
     const struct session *session = &trace->session;
     if (options->checkpoint == NULL) {
@@ -378,25 +380,36 @@ static int load_before(struct trace *trace, const struct options *options, struc
         step_save(&trace->step, &trace->before);
         return 0;
     }
-    if (checkpoint_check(options->checkpoint, err) != 0 ||
-        resume_check_drafter(options->checkpoint, session, err) != 0 ||
-        checkpoint_read(options->checkpoint, &trace->before, NULL, err) != 0)
+    *status = EXIT_FAILED;
+    if (checkpoint_check(options->checkpoint, err) != 0)
+        return -1;
+    *status = EXIT_REFUSED;
+    if (resume_check_drafter(options->checkpoint, session, err) != 0)
+        return -1;
+    *status = EXIT_FAILED;
+    if (checkpoint_read(options->checkpoint, &trace->before, NULL, err) != 0)
         return -1;
     step_load(&trace->step, &trace->before);
     return 0;
 }
 
-static int run_trace(struct trace *trace, const struct options *options, struct error *err)
+// Everything up to the step.
+static int open_trace(struct trace *trace, const struct options *options, int *status,
+                      struct error *err)
 {
     const struct params *params = &trace->session.params;
     struct step_setup setup = session_step_setup(&trace->session, true);
-    struct step_observer observer = {trace, keep_row, keep_group};
     const struct state_layout layout = {params, NULL, &trace->config.optimizer};
     model_state_open_as(&trace->before, &layout, false);
     model_state_open_as(&trace->after, &layout, false);
     trace->grads = memory_alloc((size_t)params->elements, sizeof(*trace->grads));
-    if (step_open(&trace->step, &setup, err) != 0 || load_before(trace, options, err) != 0)
-        return -1;
+    return step_open(&trace->step, &setup, err) != 0 ? -1
+                                                     : load_before(trace, options, status, err);
+}
+
+static int run_trace(struct trace *trace, const struct options *options, struct error *err)
+{
+    struct step_observer observer = {trace, keep_row, keep_group};
     trace->step.observer = &observer;
     step_begin(&trace->step);
     if (run_rows(trace, err) != 0)
@@ -452,7 +465,8 @@ int command_trace(const struct options *options)
         session_open(&trace.session, &trace.config, SESSION_TRAIN, &err) != 0 ||
         plan_admit(&trace.session, ADMIT_NEW, NULL, &err) != 0 ||
         (options->checkpoint == NULL &&
-         session_open_release(&trace.session, &trace.release, &err) != 0))
+         session_open_release(&trace.session, &trace.release, &err) != 0) ||
+        open_trace(&trace, options, &status, &err) != 0)
         goto out;
     status = run_trace(&trace, options, &err) == 0 ? EXIT_DONE : EXIT_FAILED;
 out:
