@@ -20,6 +20,7 @@
 #include "base/timer.h"
 #include "tests/support/run_fixture.h"
 #include "tests/support/shard_edit.h"
+#include "trainer/commands.h"
 #include "trainer/files.h"
 
 enum { LIMIT = 120, OWN_SETS = 2, TRIES = 5, RANKS = 2 };
@@ -275,13 +276,19 @@ static void signal_rank(const struct program *program, int rank, int signal_numb
         kill(pids[rank], signal_number);
 }
 
-static void stop_and_continue(const char *name, int rank, int signal_number)
+// Steps are to be many, not long.
+static void set_long(void)
 {
-    int64_t stopped = LONG_STEPS;
     run_fixture_set(&fixture, "run.epochs=1000");
     run_fixture_set(&fixture, "run.max_steps=600");
     run_fixture_set(&fixture, "checkpoint.every=200");
-    run_fixture_set(&fixture, "drafter.intermediate_size=64"); // steps are to be many, not long
+    run_fixture_set(&fixture, "drafter.intermediate_size=64");
+}
+
+static void stop_and_continue(const char *name, int rank, int signal_number)
+{
+    int64_t stopped = LONG_STEPS;
+    set_long();
     assert_int_equal(run_train(&fixture, "long", NULL), 0); // the second time nothing is left to do
     for (int try = 0; try < TRIES && stopped == LONG_STEPS; try++) {
         struct program program = {0};
@@ -316,6 +323,28 @@ static void sigusr1_to_rank_1(void **state)
     stop_and_continue("usr-1", 1, SIGUSR1);
 }
 
+// While the first is held, unless this machine slept in between: then the run has stopped in good order.
+static void a_second_signal_ends_all_at_once(void **state)
+{
+    (void)state;
+    int status = EXIT_STOPPED;
+    set_long();
+    for (int try = 0; try < TRIES && status == EXIT_STOPPED; try++) {
+        struct program program = {0};
+        run_remove(&fixture, "twice");
+        run_train_start(&fixture, &program, "twice", NULL);
+        program_wait_step(&program, run_path(&fixture, "twice"), SIGNALLED, LIMIT);
+        signal_rank(&program, 1, SIGINT);
+        run_sleep(0.2);
+        signal_rank(&program, 1, SIGINT);
+        double begin = timer_now();
+        status = program_wait(&program, LIMIT);
+        assert_true(timer_now() - begin < 10.0);
+    }
+    assert_true(status != 0 && status != EXIT_STOPPED);
+    run_must_say(&fixture, "twice", "rank 1 (");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -327,6 +356,7 @@ int main(void)
         cmocka_unit_test_setup(unreadable_parts, forget),
         cmocka_unit_test_setup(sigterm_to_rank_0, forget),
         cmocka_unit_test_setup(sigusr1_to_rank_1, forget),
+        cmocka_unit_test_setup(a_second_signal_ends_all_at_once, forget),
         cmocka_unit_test_setup(full_disk, forget),
     };
     if (!program_has_ranks()) {

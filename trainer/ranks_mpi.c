@@ -93,11 +93,10 @@ int ranks_mpi_start(const struct ranks *ranks, double seconds, struct error *err
         return error_set(err,
                          "MPI does not allow other threads in the process (MPI_THREAD_FUNNELED)");
     if (size != ranks_size(ranks) || rank != ranks_rank(ranks))
-        return error_set(
-            err,
-            "MPI sees rank %d of %d, the launcher's environment says %d of %d; under srun, "
-            "--mpi=pmix connects MPI to it",
-            rank, size, ranks_rank(ranks), ranks_size(ranks));
+        return error_set(err,
+                         "MPI sees rank %d of %d, the launcher's environment says %d of %d; srun "
+                         "connects MPI to it by --mpi=pmix, mpirun must be of the same MPI",
+                         rank, size, ranks_rank(ranks), ranks_size(ranks));
     return 0;
 }
 
