@@ -399,7 +399,10 @@ static void what_dtrain_does_not_have_is_refused_by_name(void **state)
         {"speculators", NULL, "draft_vocab_size", "32"},
         {"speculators", NULL, "target_hidden_size", "16"},
         {"speculators", "transformer_layer_config", "vocab_size", "32"},
-        {"speculators", NULL, "speculators_model_type", "\"dspark\""},
+        {"speculators", NULL, "speculators_model_type", "\"peagle\""},
+        {"speculators", NULL, "markov_rank", "8"},
+        {"speculators", NULL, "markov_head_type", "\"gated\""},
+        {"speculators", NULL, "enable_confidence_head", "true"},
     };
     train_and_export(all_formats);
     for (size_t i = 0; i < sizeof(edits) / sizeof(*edits); i++) {

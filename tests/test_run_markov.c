@@ -1,5 +1,5 @@
 // A Markov head through the real program, on drafters of both kinds: a run that is killed and continued, any
-// number of ranks, scoring, what it may start from, and that no export leaves it out.
+// number of ranks, scoring, what it may start from, and exports, which hold it or are refused.
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -195,20 +195,46 @@ static void scored_as_in_training(void **state)
     cJSON_Delete(metrics);
 }
 
-static void no_layout_leaves_it_out(void **state)
+static int export_of(const char *run, const char *format, const char *out)
+{
+    return run_command(&fixture, "export", false, "export", "--checkpoint",
+                       run_checkpoint(&fixture, run, RUN_STEPS), "--format", format,
+                       "--allow-unservable", "--out", run_path(&fixture, "%s", out), NULL);
+}
+
+// DFlash with the head is speculators' DSpark; no other layout may leave the head out.
+static void exported_whole_or_not(void **state)
 {
     (void)state;
-    static const char *const runs[] = {"dflash", "eagle3"};
     static const char *const formats[] = {"zlab", "specforge", "speculators"};
-    for (int r = 0; r < 2; r++)
-        for (int f = 0; f < 3; f++) {
-            int status =
-                run_command(&fixture, "export", false, "export", "--checkpoint",
-                            run_checkpoint(&fixture, runs[r], RUN_STEPS), "--format", formats[f],
-                            "--allow-unservable", "--out", run_path(&fixture, "out"), NULL);
-            assert_int_equal(status, 1);
-            run_must_say(&fixture, "export", "drafter.markov_rank: ");
-        }
+    for (int f = 0; f < 3; f++) {
+        assert_int_equal(export_of("eagle3", formats[f], "none"), 1);
+        run_must_say(&fixture, "export", "drafter.markov_rank: ");
+        if (strcmp(formats[f], "speculators") == 0)
+            continue;
+        assert_int_equal(export_of("dflash", formats[f], "none"), 1);
+        run_must_say(&fixture, "export", "drafter.markov_rank: ");
+    }
+    assert_int_equal(export_of("dflash", "speculators", "dspark"), 0);
+    char *config = program_text(run_path(&fixture, "dspark/config.json"));
+    cJSON *object = cJSON_Parse(config);
+    assert_string_equal(cJSON_GetObjectItem(object, "speculators_model_type")->valuestring,
+                        "dspark");
+    assert_true(program_number(object, "markov_rank") == 3.0);
+    assert_true(cJSON_IsFalse(cJSON_GetObjectItem(object, "enable_confidence_head")));
+    cJSON_Delete(object);
+    free(config);
+}
+
+// The window of a sliding layer is not known to mean the same there.
+static void windows_are_not_exported(void **state)
+{
+    (void)state;
+    run_fixture_set(&fixture, "drafter.layers=1");
+    run_fixture_set(&fixture, "drafter.layer_types=[sliding_attention]");
+    must_train("sliding", "drafter.sliding_window=8");
+    assert_int_equal(export_of("sliding", "speculators", "none"), 1);
+    run_must_say(&fixture, "export", "drafter.layer_types: with a Markov head only");
 }
 
 // A drafter with the head; and one without, where the two tables are allowed to start anew.
@@ -220,6 +246,10 @@ static void starts_from_others(void **state)
     char *own =
         memory_format("drafter.init_from=%s", run_checkpoint(&fixture, "dflash", RUN_STEPS));
     must_train("from-own", own);
+    char *dspark = memory_format("drafter.init_from=%s", run_path(&fixture, "dspark"));
+    must_train("from-dspark", dspark);
+    run_must_equal(&fixture, "from-own", "from-dspark", RUN_STEPS);
+    free(dspark);
     fixture.sets[0] = "drafter.markov_rank=0";
     must_train("plain", "checkpoint.every=10");
     must_refuse("without", own, "markov_rank: 3, but drafter.markov_rank is 0");
@@ -248,7 +278,8 @@ int main(void)
         cmocka_unit_test_teardown(any_number_of_ranks, forget),
         cmocka_unit_test_teardown(muon_leaves_the_tables, forget),
         cmocka_unit_test_teardown(scored_as_in_training, forget),
-        cmocka_unit_test_teardown(no_layout_leaves_it_out, forget),
+        cmocka_unit_test_teardown(exported_whole_or_not, forget),
+        cmocka_unit_test_teardown(windows_are_not_exported, forget),
         cmocka_unit_test_teardown(starts_from_others, forget),
         cmocka_unit_test_teardown(dpace_is_refused, forget),
     };

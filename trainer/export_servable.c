@@ -33,10 +33,15 @@ static bool is_dflash(const struct drafter_sizes *sizes)
     return sizes->kind == DRAFTER_DFLASH;
 }
 
+// DFlash with a Markov head in speculators' layout is DSpark's.
+static bool as_dspark(const struct drafter_sizes *sizes, enum export_format format)
+{
+    return is_dflash(sizes) && sizes->markov_rank > 0 && format == EXPORT_SPECULATORS;
+}
+
 static bool from_anchor(const struct drafter_sizes *sizes, enum export_format format)
 {
-    (void)format;
-    return is_dflash(sizes) && sizes->predict_from_anchor;
+    return is_dflash(sizes) && sizes->predict_from_anchor && !as_dspark(sizes, format);
 }
 
 static bool not_causal(const struct drafter_sizes *sizes, enum export_format format)
@@ -94,10 +99,31 @@ static bool windows(const struct drafter_sizes *sizes, enum export_format format
     return of_sglang(sizes, format) && export_any_sliding(sizes);
 }
 
+static bool no_markov(const struct drafter_sizes *sizes, enum export_format format)
+{
+    return sizes->markov_rank > 0 && !as_dspark(sizes, format);
+}
+
+static bool dspark_windows(const struct drafter_sizes *sizes, enum export_format format)
+{
+    return as_dspark(sizes, format) && export_any_sliding(sizes);
+}
+
 static const struct reason reasons[] = {
+    {"markov_rank",
+     "this layout has no place for a Markov head, and a server would draft without it; of DFlash "
+     "drafters "
+     "--format speculators has",
+     false, no_markov},
+    {"layer_types",
+     "with a Markov head only drafters whose layers are all full are written; what servers make of "
+     "windows "
+     "in DSpark's layout is not known",
+     false, dspark_windows},
     {"predict_from_anchor",
-     "no server of DFlash drafters reads slot 0; they take drafts from slot 1 on", false,
-     from_anchor},
+     "no server of DFlash drafters without a Markov head reads slot 0; they take drafts from slot "
+     "1 on",
+     false, from_anchor},
     {"sliding_window_non_causal",
      "servers run sliding layers causally inside the block and ignore this", true, not_causal},
     {"window_origin", "servers measure the window from the query, not from the anchor", true,

@@ -4,16 +4,35 @@
 
 // ---- config.json ---------------------------------------------------------------------------------
 
+// With a Markov head a DFlash drafter is what this layout calls DSpark.
+static bool is_dspark(const struct drafter_sizes *sizes)
+{
+    return sizes->kind == DRAFTER_DFLASH && sizes->markov_rank > 0;
+}
+
+static const char *algorithm(const struct drafter_sizes *sizes)
+{
+    if (sizes->kind == DRAFTER_EAGLE3)
+        return "eagle3";
+    return is_dspark(sizes) ? "dspark" : "dflash";
+}
+
+static int64_t draft_count(const struct drafter_sizes *sizes)
+{
+    if (sizes->kind == DRAFTER_EAGLE3)
+        return sizes->ttt_steps;
+    return sizes->predict_from_anchor ? sizes->block_size : sizes->block_size - 1;
+}
+
 static void add_proposals(cJSON *object, const struct export_speculators *drafter)
 {
     const struct drafter_sizes *sizes = drafter->sizes;
     cJSON *serving = cJSON_AddObjectToObject(object, "speculators_config");
-    bool eagle3 = sizes->kind == DRAFTER_EAGLE3;
-    cJSON_AddStringToObject(serving, "algorithm", eagle3 ? "eagle3" : "dflash");
+    cJSON_AddStringToObject(serving, "algorithm", algorithm(sizes));
     cJSON *method = cJSON_CreateObject();
     cJSON_AddItemToArray(cJSON_AddArrayToObject(serving, "proposal_methods"), method);
     cJSON_AddStringToObject(method, "proposal_type", "greedy");
-    json_add_int(method, "speculative_tokens", eagle3 ? sizes->ttt_steps : sizes->block_size - 1);
+    json_add_int(method, "speculative_tokens", draft_count(sizes));
     json_add_int(method, "verifier_accept_k", 1);
     cJSON_AddRawToObject(method, "accept_tolerance", "0.0");
     cJSON_AddStringToObject(serving, "default_proposal_method", "greedy");
@@ -53,8 +72,14 @@ static void add_dflash_speculator(cJSON *object, const struct drafter_sizes *siz
     // What enters a layer has the number of that layer there.
     export_add_layer_ids(object, "aux_hidden_state_layer_ids", sizes, 1);
     json_add_int(object, "mask_token_id", sizes->mask_token_id);
-    cJSON_AddFalseToObject(object, "sample_from_anchor");
+    cJSON_AddBoolToObject(object, "sample_from_anchor", sizes->predict_from_anchor);
     add_windows(object, sizes);
+    if (!is_dspark(sizes))
+        return;
+    json_add_int(object, "markov_rank", sizes->markov_rank);
+    cJSON_AddStringToObject(object, "markov_head_type", "vanilla");
+    cJSON_AddFalseToObject(object, "enable_confidence_head");
+    cJSON_AddFalseToObject(object, "confidence_head_with_markov");
 }
 
 static cJSON *make_config(const struct export_speculators *drafter)
@@ -62,8 +87,9 @@ static cJSON *make_config(const struct export_speculators *drafter)
     const struct drafter_sizes *sizes = drafter->sizes;
     bool eagle3 = sizes->kind == DRAFTER_EAGLE3;
     cJSON *object = cJSON_CreateObject();
-    export_add_texts(object, "architectures", eagle3 ? "Eagle3Speculator" : "DFlashSpeculator");
-    cJSON_AddStringToObject(object, "speculators_model_type", eagle3 ? "eagle3" : "dflash");
+    const char *dflash = is_dspark(sizes) ? "DSparkSpeculator" : "DFlashSpeculator";
+    export_add_texts(object, "architectures", eagle3 ? "Eagle3Speculator" : dflash);
+    cJSON_AddStringToObject(object, "speculators_model_type", algorithm(sizes));
     cJSON_AddStringToObject(object, "speculators_version", "0.9.0"); // the layout's
     add_proposals(object, drafter);
     add_layer_config(object, sizes);

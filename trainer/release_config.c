@@ -242,6 +242,24 @@ void release_check_layer_ids(struct release_check *check, const cJSON *object, c
     cJSON_Delete(wanted);
 }
 
+// speculators' class for DFlash with a Markov head.
+static bool is_dspark(const cJSON *root)
+{
+    return strcmp(release_text_of(release_get(root, "speculators_model_type")), "dspark") == 0;
+}
+
+static void check_markov(struct release_check *check, const cJSON *root)
+{
+    const struct release_number rank = {"markov_rank", "drafter.markov_rank",
+                                        is_dspark(root) ? 256 : 0,
+                                        (double)check->wanted->sizes->markov_rank};
+    release_check_number(check, root, &rank);
+    release_check_text(check, root, "markov_head_type", "vanilla",
+                       "dtrain's Markov head depends on the token in front alone");
+    release_check_flag(check, root, "enable_confidence_head", is_dspark(root), false,
+                       "dtrain has no confidence head");
+}
+
 // `standard`: of block_size.
 static void check_block(struct release_check *check, const cJSON *root, const cJSON *mask,
                         double standard)
@@ -252,7 +270,7 @@ static void check_block(struct release_check *check, const cJSON *root, const cJ
         {"mask_token_id", "drafter.mask_token_id", NAN, (double)s->mask_token_id}};
     release_check_number(check, root, &numbers[0]);
     release_check_number(check, mask, &numbers[1]);
-    release_check_flag(check, root, "sample_from_anchor", false, s->predict_from_anchor,
+    release_check_flag(check, root, "sample_from_anchor", is_dspark(root), s->predict_from_anchor,
                        "drafter.predict_from_anchor is not");
     if (release_any_sliding(s))
         release_check_flag(check, root, "sliding_window_non_causal", false, !s->sliding_causal,
@@ -325,8 +343,10 @@ static bool is_kind(int kind, const char *type, const char *architecture,
     static const char *const eagle3[] = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM",
                                          "Eagle3Qwen3ForCausalLM"};
     *layout = RELEASE_SPECULATORS;
+    if (type != NULL && kind == DRAFTER_DFLASH)
+        return strcmp(type, "dflash") == 0 || strcmp(type, "dspark") == 0;
     if (type != NULL)
-        return strcmp(type, kind == DRAFTER_DFLASH ? "dflash" : "eagle3") == 0;
+        return strcmp(type, "eagle3") == 0;
     *layout = kind == DRAFTER_DFLASH ? RELEASE_ZLAB : RELEASE_SPECFORGE;
     if (kind == DRAFTER_DFLASH)
         return strcmp(architecture, "DFlashDraftModel") == 0;
@@ -362,6 +382,7 @@ void release_check_config(struct release_check *check, const cJSON *root,
                           enum release_layout layout)
 {
     bool nested = layout == RELEASE_SPECULATORS;
+    check_markov(check, root);
     if (check->wanted->sizes->kind == DRAFTER_EAGLE3) {
         release_check_eagle3_config(check, root, layout);
         return;

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Compares with the published `speculators` package: its DFlash model, mask, losses and metrics, unchanged.
+"""Compares with the published `speculators` package: its DFlash model, mask, losses and metrics, unchanged. A
+drafter with a Markov head is its DSpark model, with a vanilla head and without a confidence head.
 
     against_speculators.py                              made-up batches, against dflash_step.py
     against_speculators.py TRACE.safetensors [--target DIR]    the loss and gradients that a trace states
@@ -77,11 +78,16 @@ def layer_config(shape, target, intermediate):
 
 
 def their_model(shape, target, params, last_hidden):
-    """Their DFlash draft model with our parameters in fp32."""
+    """Their DFlash or DSpark draft model with our parameters in fp32."""
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+    from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 
     H = target.embed.shape[1]
-    config = DFlashSpeculatorConfig(
+    config_class, model_class, head = DFlashSpeculatorConfig, DFlashDraftModel, {}
+    if shape.markov_rank:
+        config_class, model_class = DSparkSpeculatorConfig, DSparkDraftModel
+        head = {"markov_rank": shape.markov_rank, "enable_confidence_head": False, "confidence_head_with_markov": False}
+    config = config_class(
         transformer_layer_config=layer_config(shape, target, params["layers.0.mlp.gate_proj.weight"].shape[0]),
         draft_vocab_size=target.head.shape[0],
         block_size=shape.block_size,
@@ -90,8 +96,9 @@ def their_model(shape, target, params, last_hidden):
         mask_token_id=shape.mask_token_id,
         sliding_window_non_causal=shape.non_causal,
         sample_from_anchor=shape.predict_from_anchor,
+        **head,
     )
-    model = DFlashDraftModel(config).to(torch.float32)
+    model = model_class(config).to(torch.float32)
     frozen = {
         "embed_tokens.weight": target.embed,
         "lm_head.weight": target.head,
@@ -164,6 +171,8 @@ def run_theirs(config, shape, target, rows, params, last_hidden, packed, own_cho
     model = their_model(shape, target, params, last_hidden) if model is None else model
     weights = {TERM_NAMES[n]: loss[n] for n in TERM_NAMES if loss[n] > 0}
     terms = resolve_loss_config(str(weights).replace("'", '"'), "eager")
+    # What their overlap is measured by; only DSpark asks.
+    overlap = {"tv_loss_fn": resolve_loss_config("tv", "eager")["tv"][0]} if shape.markov_rank else {}
     weighting = {"exp": "fixed-exp-decay", "dpace": "dpace"}[loss["slot_weight"]]
     theirs, original = [], core.select_anchors
     for row in rows:
@@ -176,7 +185,7 @@ def run_theirs(config, shape, target, rows, params, last_hidden, packed, own_cho
                 _, value, metrics = model(
                     **their_inputs(row, shape, start, end, padding), loss_config=terms,
                     gamma=loss["slot_decay_gamma"], max_anchors=end - start if own_choice else len(anchors) + spare,
-                    per_position_loss_weight=weighting, dpace_alpha=loss["dpace_alpha"],
+                    per_position_loss_weight=weighting, dpace_alpha=loss["dpace_alpha"], **overlap,
                 )  # fmt: skip
             finally:
                 core.select_anchors = original
@@ -215,6 +224,8 @@ BATCHES = {
         "drafter": {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_positions": 24},
     },
     "linear": {"loss": {"kl": 1.0}, "drafter": {"rope_scaling": "linear", "rope_factor": 2.0}},
+    "Markov head": {"loss": {"ce_teacher": 0.1, "tv": 0.9}, "drafter": {"markov_rank": 7}},
+    "Markov head, from anchor": {"loss": {"kl": 1.0}, "drafter": {"markov_rank": 8, "predict_from_anchor": True}},
 }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ import sys
 import torch
 from torch.nn import functional as f
 
-from dflash_step import attention_mask, inverse_frequencies, mixture, positions_of, term_weights
+from dflash_step import MARKOV, attention_mask, inverse_frequencies, mixture, positions_of, term_weights
 from eagle3_step import chain_mask, fed_tokens, make_step
 from trace_file import Refused, Trace, make_shape, read_target
 
@@ -139,6 +139,12 @@ class Autocast:
     def student_head(self):
         return self.head
 
+    def student(self, m, hidden):
+        logits = self.logits(hidden, self.student_head()).to(torch.float32)
+        if not self.shape.markov_rank:
+            return logits
+        return logits + f.linear(self.params[MARKOV + "w1.weight"][self.step.previous(m)], self.params[MARKOV + "w2.weight"])
+
     def losses(self, m, student, teacher):
         return mixture(term_weights(self.step.loss), student, teacher, self.step.labels[m], self.step.loss["lk_eta"])
 
@@ -159,7 +165,7 @@ class Autocast:
                 total = torch.zeros((), dtype=torch.float32)
                 for i in range(0, len(members), step.chunk):
                     m = members[i : i + step.chunk]
-                    student = self.logits(leaf[i : i + step.chunk], self.student_head()).to(torch.float32)
+                    student = self.student(m, leaf[i : i + step.chunk])
                     with torch.no_grad():
                         teacher = self.teacher(m).to(torch.float32) if step.has_teacher else None
                     losses = self.losses(m, student, teacher)

@@ -28,8 +28,9 @@ VOCAB, HIDDEN = 97, 32
 SHARD_LAYERS = [1, 2, 3, 5, 6]
 HERE = os.path.dirname(os.path.abspath(__file__))
 BF16_TOLERANCE = 5e-2
-# Three layers six times in a row: PyTorch's autocast is off by 0.15 there (bf16_error.py).
-BF16_TOLERANCES = {"eagle3_three_layers": 0.2}
+# Three layers six times in a row: PyTorch's autocast is off by 0.15 there (bf16_error.py); in a norm of
+# eight numbers under tv, whose gradient jumps, by 0.063.
+BF16_TOLERANCES = {"eagle3_three_layers": 0.2, "markov_from_anchor": 0.1}
 
 # What speculators can follow, beside the golden cases.
 LIKE_SPECULATORS = {"slot_mask": "each", "normalize": "count"}
@@ -50,6 +51,13 @@ EXTRA = {
             "loss": {"ce_teacher": 1.0, "slot_weight": "dpace", **LIKE_SPECULATORS},
             "drafter": {"predict_from_anchor": True},
         },
+    },
+    "like_speculators_markov": {
+        "config": {
+            "loss": {"ce_teacher": 0.1, "tv": 0.9, **LIKE_SPECULATORS},
+            "drafter": {"predict_from_anchor": True, "markov_rank": 16},
+        },
+        "last_hidden": "pre_norm", "untied": True,
     },
     "like_speculators_eagle3": {
         "config": {

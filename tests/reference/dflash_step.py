@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+MARKOV = "markov_head.markov_"
 TERMS = ("kl", "reverse_kl", "js", "ce_teacher", "ce_data", "tv", "nla", "lk")
 
 
@@ -301,6 +302,21 @@ class Step:
         hidden = blocks_forward(self.params, self.shape, self.rows[r], anchors, self.target.embed)
         return hidden.flatten(0, 1)[places]
 
+    def _head_logits(self, hidden):
+        return hidden @ self.target.head.T
+
+    def _student_logits(self, m, hidden):
+        """Of slots m, with what a Markov head says to the token in front of each one's prediction. [n, V]"""
+        logits = self._head_logits(hidden)
+        if not self.shape.markov_rank:
+            return logits
+        return logits + self.params[MARKOV + "w1.weight"][self.previous(m)] @ self.params[MARKOV + "w2.weight"].T
+
+    def previous(self, m):
+        """Token in front of the one that each of slots m predicts. [n]"""
+        slots = [self.slots[i] for i in m.tolist()]
+        return torch.stack([self.rows[s.row].input_ids[s.teacher_row] for s in slots])
+
     def _teacher_logits(self, members):
         if not self.has_teacher:
             return None
@@ -335,7 +351,7 @@ class Step:
                 self._look_at(members[i : i + self.chunk], hidden[i : i + self.chunk])
 
     def _look_at(self, m, hidden):
-        student, labels = hidden @ self.target.head.T, self.labels[m]
+        student, labels = self._student_logits(m, hidden), self.labels[m]
         teacher = self._teacher_logits(m.tolist())
         weights = term_weights(self.loss)
         self.slot_loss[m] = mixture(weights, student, teacher, labels, self.loss["lk_eta"])
@@ -378,7 +394,7 @@ class Step:
         return {n: p.grad for n, p in self.params.items()}
 
     def _loss_backward(self, m, hidden):
-        student = hidden @ self.target.head.T
+        student = self._student_logits(m, hidden)
         teacher = self._teacher_logits(m.tolist())
         losses = mixture(term_weights(self.loss), student, teacher, self.labels[m], self.loss["lk_eta"])
         ((self.weight[m] * losses).sum() / self.divisor).backward()

@@ -49,6 +49,8 @@ CASES = {
         True, ["--allow-unservable=window_origin"], True,
     ),
     "mixed": ({"layer_types": [SLIDING, FULL], "sliding_window": 20}, False, [], False),
+    "Markov head": ({"markov_rank": 16}, True, [], True),
+    "Markov head, from the anchor": ({"markov_rank": 8, "predict_from_anchor": True}, True, [], True),
 }  # fmt: skip
 
 
@@ -83,7 +85,7 @@ def read_export(folder):
     ids = [i - 1 for i in config["aux_hidden_state_layer_ids"]] if theirs else block["target_layer_ids"]
     if theirs:
         method = config["speculators_config"]["proposal_methods"][0]
-        assert method["speculative_tokens"] == config["block_size"] - 1
+        assert method["speculative_tokens"] == config["block_size"] - (not config["sample_from_anchor"])
         assert ("sliding_window_non_causal" in config) == (SLIDING in layers["layer_types"])
     shape = Shape(
         layers=layers["num_hidden_layers"], block_size=config["block_size"], mask_token_id=block["mask_token_id"],
@@ -91,7 +93,7 @@ def read_export(folder):
         kv_heads=layers["num_key_value_heads"], head_dim=layers["head_dim"], eps=layers["rms_norm_eps"],
         layer_types=layers["layer_types"], sliding_window=layers["sliding_window"],
         non_causal=config.get("sliding_window_non_causal", False), window_origin=config.get("window_origin", "query"),
-        **read_rope(layers),
+        markov_rank=config.get("markov_rank", 0), **read_rope(layers),
     )  # fmt: skip
     tensors = load_file(os.path.join(folder, "model.safetensors"))
     assert all(t.dtype == torch.bfloat16 for t in tensors.values())
@@ -128,10 +130,13 @@ def compare_step(report, name, folder, trace, target):
 def load_theirs(folder, target):
     """Their own class, loaded by themselves."""
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+    from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 
-    config = DFlashSpeculatorConfig.from_pretrained(folder)
+    with open(os.path.join(folder, "config.json")) as file:
+        markov = json.load(file)["speculators_model_type"] == "dspark"
+    config = (DSparkSpeculatorConfig if markov else DFlashSpeculatorConfig).from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"
-    model = DFlashDraftModel.from_pretrained(folder, config=config).to(torch.float32)
+    model = (DSparkDraftModel if markov else DFlashDraftModel).from_pretrained(folder, config=config).to(torch.float32)
     model.verifier_norm.variance_epsilon = target.norm_eps  # they take the drafter's
     return model
 
@@ -179,7 +184,8 @@ def check(name, dtrain, folder, asks_theirs):
     run, frozen = os.path.join(place, "run"), read_target(os.path.join(folder, target))
     must_run(dtrain, "--config", config, "--set", f"run.dir={run}")
     checkpoint = os.path.join(run, "checkpoints", "step-00000002")
-    for layout in ["zlab", "specforge"] + ["speculators"] * with_theirs:
+    ours = [] if "markov_rank" in drafter else ["zlab", "specforge"]
+    for layout in ours + ["speculators"] * with_theirs:
         out, path = os.path.join(place, layout), os.path.join(place, f"{layout}.safetensors")
         must_run(dtrain, "export", "--checkpoint", checkpoint, "--format", layout, "--out", out, *words)
         must_run(dtrain, "trace", "--config", config, "--set", f"drafter.init_from={out}", "--out", path)
