@@ -349,8 +349,11 @@ int main(int argc, char **argv)
     config_init(&r->config);
     r->config.run.device = cuda ? DEVICE_CUDA : DEVICE_CPU;
     r->config.parallel.timeout = atoi(argv[2]);
-    if (strcmp(argv[1], "meet") == 0)
-        return meet(r);
+    if (strcmp(argv[1], "meet") == 0) {
+        int status = meet(r);
+        config_release(&r->config);
+        return status;
+    }
     if (ranks_open(&r->ranks, &r->config, &err) != 0 ||
         (r->backend = cuda ? backend_cuda(&err) : backend_cpu()) == NULL ||
         ranks_connect(r->ranks, r->backend, &err) != 0) {
