@@ -206,28 +206,25 @@ static __global__ void __launch_bounds__(THREADS, HALF > 0 ? 4 : 1)
     enum { LANES = layout<N, HALF>::LANES };
     unsigned item = (blockIdx.x * THREADS + threadIdx.x) / LANES;
     int lane = (int)(threadIdx.x % LANES), half = half_of<HALF>(op);
-    unsigned slot = item % slots, index = item / slots, heads = (unsigned)op.heads;
-    bool there = index < op.rows;
-    int64_t row = there ? index : 0;
-    const Type *x = (const Type *)op.x + row * op.x_stride;
-    Type *y = (Type *)op.y + row * op.heads * (2 * half);
+    unsigned slot = item % slots, index = item / slots;
+    unsigned heads = index < op.rows ? (unsigned)op.heads : 0;
+    int64_t row = index < op.rows ? index : 0, apart = (int64_t)slots * (2 * half);
+    const Type *x = (const Type *)op.x + row * op.x_stride + slot * (2 * half);
+    Type *y = (Type *)op.y + (row * op.heads + slot) * (2 * half);
     struct head_packs<Type, N, HALF> packs[HEADS];
 #pragma unroll
-    for (int h = 0; h < HEADS; h++) {
-        unsigned head = slot + h * slots;
-        head_load(packs[h], x + head * (2 * half), half, lane, there && head < heads);
-    }
+    for (int h = 0; h < HEADS; h++)
+        head_load(packs[h], x + h * apart, half, lane, slot + h * slots < heads);
     struct angle_packs<N, HALF> angles;
     struct head_values<N, HALF> values, weight;
     angles_load(angles, angles_at(op, op.positions[row], half), half, lane);
     weight_load(weight, op.weight, half, lane);
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
-        unsigned head = slot + h * slots;
         float squares = head_sum<LANES>(head_squares(packs[h]));
         rotate(values, packs[h], angles, weight, head_rstd(op, squares, inverse_dim));
-        if (there && head < heads)
-            head_store(y + head * (2 * half), values, half, lane);
+        if (slot + h * slots < heads)
+            head_store(y + h * apart, values, half, lane);
     }
 }
 

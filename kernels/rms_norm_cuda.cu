@@ -385,8 +385,7 @@ static __global__ void __launch_bounds__(GROUP_THREADS, B::EACH *B::N <= 16 ? 2 
     int step = (int)gridDim.x * plan.groups, base = (int)blockIdx.x * plan.groups;
     int group = (int)threadIdx.x / plan.row.threads, thread = (int)threadIdx.x % plan.row.threads;
     int row = base + group, rows = (int)op.rows;
-    struct columns<B> scale, x, dy, sums = {
-    };
+    struct columns<B> sums = {}, scale;
     scale_load<B>(scale, op, plan.row);
     row_partial_clear(partial[0][group], thread, plan.row.threads);
     row_partial_clear(partial[1][group], thread, plan.row.threads);
@@ -400,6 +399,7 @@ static __global__ void __launch_bounds__(GROUP_THREADS, B::EACH *B::N <= 16 ? 2 
         float rstd = next_rstd;
         next_rstd = row + step < rows ? op.rstd[row + step] : 0.0f;
         own_wait(plan.stages - 1);
+        struct columns<B> x, dy;
         char *arrived = shared + stage * stage_bytes;
         float sum = row_take<B>(x, dy, sums, scale, plan.row, arrived, rstd, row < rows);
         sum = row_sum(sum, partial[turn][group], thread);
