@@ -368,60 +368,26 @@ template <typename Type_, typename Gradient_, bool PACKS, int HALF_> struct back
         HALF = HALF_,
         HEADS = PACKS ? PACK / N : 1,
         LANES = layout<N, HALF>::LANES,
-        CTAS = PACKS && HALF > 0 && sizeof(Type) == 2 ? 2 : 1 // of an SM: registers
+        CTAS = PACKS && HALF > 0 ? 2 : 1 // of an SM: registers
     };
 };
 
-// What a thread reads of a slot (see forward_kernel), and where the slot is.
-template <typename B> struct slot_input {
-    struct head_packs<typename B::Gradient, B::N, B::HALF> dy[B::HEADS];
-    struct head_packs<typename B::Type, B::N, B::HALF> x[B::HEADS];
+// Where a slot (see forward_kernel) is, past the last row: none.
+struct place {
     unsigned row, slot;
     int32_t position;
 };
 
-template <typename B>
-static __device__ __forceinline__ void input_load(struct slot_input<B> &in,
-                                                  const struct norm_rope &op, unsigned slots)
+static __device__ __forceinline__ int64_t row_or_first(const struct norm_rope &op, unsigned row)
 {
-    int lane = (int)(threadIdx.x % B::LANES), half = half_of<B::HALF>(op);
-    int64_t row = in.row < op.rows ? in.row : 0;
-    const typename B::Gradient *dy =
-        (const typename B::Gradient *)op.dy + row * op.heads * (2 * half);
-    const typename B::Type *x = (const typename B::Type *)op.x + row * op.x_stride;
-#pragma unroll
-    for (int h = 0; h < B::HEADS; h++) {
-        unsigned head = in.slot + h * slots;
-        bool there = in.row < op.rows && head < op.heads;
-        head_load(in.dy[h], dy + head * (2 * half), half, lane, there);
-        head_load(in.x[h], x + head * (2 * half), half, lane, there && op.weight != NULL);
-    }
-    in.position = op.positions[row];
+    return row < op.rows ? row : 0;
 }
 
-// The gradients of a slot's heads, and their shares of dweight into sums.
-template <typename B>
-static __device__ __forceinline__ void
-slot_gradient(struct slot_input<B> &in, struct head_values<B::N, B::HALF> &sums,
-              const struct head_values<B::N, B::HALF> &weight, const struct norm_rope &op,
-              unsigned slots, float inverse_dim)
+static __device__ __forceinline__ struct place place_at(const struct norm_rope &op, unsigned row,
+                                                        unsigned slot)
 {
-    int lane = (int)(threadIdx.x % B::LANES), half = half_of<B::HALF>(op);
-    typename B::Type *dx = (typename B::Type *)op.dx + in.row * op.dx_stride;
-    struct angle_packs<B::N, B::HALF> angles;
-    angles_load(angles, angles_at(op, in.position, half), half, lane);
-#pragma unroll
-    for (int h = 0; h < B::HEADS; h++) {
-        unsigned head = in.slot + h * slots;
-        struct head_values<B::N, B::HALF> dn;
-        float projection = rotate_back(dn, in.dy[h], in.x[h], angles, weight);
-        projection = head_sum<B::LANES>(projection);
-        float rstd = head_rstd(op, head_sum<B::LANES>(head_squares(in.x[h])), inverse_dim);
-        head_hold(in.x[h]);
-        finish(dn, sums, in.x[h], weight, rstd, projection * inverse_dim * rstd * rstd);
-        if (in.row < op.rows && head < op.heads)
-            head_store(dx + head * (2 * half), dn, half, lane);
-    }
+    struct place place = {row, slot, op.positions[row_or_first(op, row)]};
+    return place;
 }
 
 // All slots are dealt out in turn; from one of a thread to its next there are so many rows and slots.
@@ -429,7 +395,80 @@ struct stride {
     unsigned rows, slots;
 };
 
-// Slots in turn over all CTAs, the next on its way. dx may be x: each lane has read what it writes.
+static __device__ __forceinline__ struct place place_after(const struct norm_rope &op,
+                                                           const struct place &place,
+                                                           struct stride stride, unsigned slots)
+{
+    unsigned slot = place.slot + stride.slots, over = slot >= slots ? 1 : 0;
+    return place_at(op, place.row + stride.rows + over, slot - over * slots);
+}
+
+// What a thread reads of a slot.
+template <typename B> struct slot_input {
+    struct head_packs<typename B::Gradient, B::N, B::HALF> dy[B::HEADS];
+    struct head_packs<typename B::Type, B::N, B::HALF> x[B::HEADS];
+};
+
+template <typename B>
+static __device__ __forceinline__ void input_load(struct slot_input<B> &in,
+                                                  const struct norm_rope &op,
+                                                  const struct place &place, unsigned slots)
+{
+    int lane = (int)(threadIdx.x % B::LANES), half = half_of<B::HALF>(op);
+    int64_t row = row_or_first(op, place.row);
+    const typename B::Gradient *dy =
+        (const typename B::Gradient *)op.dy + row * op.heads * (2 * half);
+    const typename B::Type *x = (const typename B::Type *)op.x + row * op.x_stride;
+#pragma unroll
+    for (int h = 0; h < B::HEADS; h++) {
+        unsigned head = place.slot + h * slots;
+        bool there = place.row < op.rows && head < op.heads;
+        head_load(in.dy[h], dy + head * (2 * half), half, lane, there);
+        head_load(in.x[h], x + head * (2 * half), half, lane, there && op.weight != NULL);
+    }
+}
+
+// Sends the angles of a place on their way to the second-level cache: registers are few.
+template <typename B>
+static __device__ __forceinline__ void angles_send(const struct norm_rope &op,
+                                                   const struct place &place)
+{
+    int lane = (int)(threadIdx.x % B::LANES), half = half_of<B::HALF>(op);
+    int at = pair_at<B::N, B::HALF>(lane, 0);
+    struct angles angles = angles_at(op, place.position, half);
+    if (at >= half)
+        return;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(angles.cos + at));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(angles.sin + at));
+}
+
+// The gradients of a slot's heads, and their shares of dweight into sums.
+template <typename B>
+static __device__ __forceinline__ void
+slot_gradient(struct slot_input<B> &in, const struct place &place,
+              struct head_values<B::N, B::HALF> &sums,
+              const struct head_values<B::N, B::HALF> &weight, const struct norm_rope &op,
+              unsigned slots, float inverse_dim)
+{
+    int lane = (int)(threadIdx.x % B::LANES), half = half_of<B::HALF>(op);
+    typename B::Type *dx = (typename B::Type *)op.dx + place.row * op.dx_stride;
+    struct angle_packs<B::N, B::HALF> angles;
+    angles_load(angles, angles_at(op, place.position, half), half, lane);
+#pragma unroll
+    for (int h = 0; h < B::HEADS; h++) {
+        unsigned head = place.slot + h * slots;
+        struct head_values<B::N, B::HALF> dn;
+        float projection = rotate_back(dn, in.dy[h], in.x[h], angles, weight);
+        projection = head_sum<B::LANES>(projection);
+        float rstd = head_rstd(op, head_sum<B::LANES>(head_squares(in.x[h])), inverse_dim);
+        head_hold(in.x[h]);
+        finish(dn, sums, in.x[h], weight, rstd, projection * inverse_dim * rstd * rstd);
+        if (place.row < op.rows && head < op.heads)
+            head_store(dx + head * (2 * half), dn, half, lane);
+    }
+}
+
+// Slots in turn over all CTAs, the next on its way, and the position after it. dx may be x: each lane has read what it writes.
 // `rounds` is the same for all, as head_sum needs whole warps.
 template <typename B>
 static __global__ void __launch_bounds__(BACKWARD_THREADS, B::CTAS)
@@ -441,20 +480,19 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS, B::CTAS)
     typedef struct head_values<B::N, B::HALF> Values;
     Values weight, sums = {};
     struct slot_input<B> now, next;
+    struct place place = place_at(op, index / slots, index % slots);
     weight_load(weight, op.weight, half, lane);
-    now.row = index / slots;
-    now.slot = index % slots;
-    input_load(now, op, slots);
+    input_load(now, op, place, slots);
+    struct place coming = place_after(op, place, stride, slots);
+    parts_add_may_start();
     for (unsigned round = 0; round < rounds; round++) {
-        next.row = now.row + stride.rows;
-        next.slot = now.slot + stride.slots;
-        if (next.slot >= slots) {
-            next.slot -= slots;
-            next.row++;
-        }
-        input_load(next, op, slots);
-        slot_gradient(now, sums, weight, op, slots, inverse_dim);
+        struct place later = place_after(op, coming, stride, slots);
+        input_load(next, op, coming, slots);
+        angles_send<B>(op, coming);
+        slot_gradient(now, place, sums, weight, op, slots, inverse_dim);
         now = next;
+        place = coming;
+        coming = later;
     }
     if (op.weight != NULL)
         store_sums<B::N, B::HALF>(op, half, lane, sums);

@@ -392,6 +392,7 @@ static __global__ void __launch_bounds__(GROUP_THREADS, B::EACH *B::N <= 16 ? 2 
     for (int ahead = 0; ahead < plan.stages - 1; ahead++)
         row_send<B>(op, plan.row, shared + ahead * stage_bytes, row + ahead * step);
     float next_rstd = row < rows ? op.rstd[row] : 0.0f;
+    parts_add_may_start();
     for (; base < rows; base += step) {
         int free_stage = (stage == 0 ? plan.stages : stage) - 1;
         row_send<B>(op, plan.row, shared + free_stage * stage_bytes,
