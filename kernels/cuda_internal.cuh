@@ -119,8 +119,9 @@ static inline unsigned grid_size(int64_t blocks)
 
 void gemm_state_close(struct gemm_state *state);
 
-// sum[i] += partial[0][i] + partial[1][i] + ..., in fp64; partial: [parts, width], written by the launch
-// right before, which is waited for in the kernel and not at its start (Hopper).
+// sum[i] += partial[0][i] + partial[1][i] + ..., in fp64; partial: [parts, width], parts at most
+// RMS_NORM_PARTS, written by the launch right before, which may not touch sum: it is waited for in the
+// kernel and not at its start (Hopper).
 void column_parts_add(struct stream *stream, float *sum, const float *partial, int parts,
                       int64_t width);
 

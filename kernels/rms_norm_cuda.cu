@@ -14,8 +14,8 @@ enum {
     HOPPER_SHARED_BYTES = 228 << 10, // of an SM
     GROUP_WARPS = 12,                // at most GROUP_THREADS / WARP, in whole float4
     MOST_STAGES = 4,
-    COLUMNS = 32, // column sums: columns of a CTA
-    SLICES = 32   // and slices of the parts
+    ADD_THREADS = 1024, // that add parts
+    FEW_COLUMNS = 1024
 };
 
 // How the threads of a row share its packs: see pack_at.
@@ -512,33 +512,47 @@ static int64_t backward_launch(struct stream *stream, const struct rms_norm *op)
     return parts;
 }
 
-// Thread (c, s) adds the parts s, s + SLICES, ... of column c; then the slices are added in order.
-static __global__ void __launch_bounds__(COLUMNS *SLICES)
+// Thread (c, s) adds the parts s, s + SLICES, ... of column c; then slices are added pairwise, those of
+// a warp first and the warps' sums after them.
+template <int COLUMNS>
+static __global__ void __launch_bounds__(ADD_THREADS)
     add_parts_kernel(float *sum, const float *partial, int parts, int64_t width)
 {
-    __shared__ double slices[SLICES][COLUMNS];
+    enum { SLICES = ADD_THREADS / COLUMNS, EACH = RMS_NORM_PARTS / SLICES };
+    __shared__ double totals[ADD_THREADS / WARP][COLUMNS + 1]; // one more: no two in a bank
     int column = threadIdx.x % COLUMNS, slice = threadIdx.x / COLUMNS;
-    int64_t i = (int64_t)blockIdx.x * COLUMNS + column;
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    int64_t first = (int64_t)blockIdx.x * COLUMNS;
+    bool ends = warp < COLUMNS && first + warp < width; // a column
+    float before = ends ? sum[first + warp] : 0.0f;     // which the kernel before it leaves alone
+    float values[EACH];
     double total = 0.0;
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory"); // the kernel before it is done
 #endif
-    if (i < width)
-#pragma unroll 8
-        for (int part = slice; part < parts; part += SLICES)
-            total += (double)partial[part * width + i];
-    slices[slice][column] = total;
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        int part = slice + e * SLICES;
+        bool there = part < parts && first + column < width;
+        values[e] = there ? partial[part * width + first + column] : 0.0f;
+    }
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+        total += (double)values[e];
+    for (int distance = COLUMNS; distance < WARP; distance *= 2)
+        total += __shfl_xor_sync(0xffffffffu, total, distance);
+    if (lane < COLUMNS)
+        totals[warp][lane] = total;
     __syncthreads();
-    if (slice > 0 || i >= width)
+    if (!ends)
         return;
-    for (int s = 1; s < SLICES; s++)
-        total += slices[s][column];
-    sum[i] = (float)((double)sum[i] + total);
+    total = warp_sum(totals[lane][warp]);
+    if (lane == 0)
+        sum[first + warp] = (float)((double)before + total);
 }
 
-// Launched while the kernel before it, which writes the parts, is still at work: see
-// add_parts_kernel.
-void column_parts_add(struct stream *stream, float *sum, const float *partial, int parts,
+template <int COLUMNS>
+static void add_parts(struct stream *stream, float *sum, const float *partial, int parts,
                       int64_t width)
 {
     cudaLaunchAttribute early = {};
@@ -546,12 +560,24 @@ void column_parts_add(struct stream *stream, float *sum, const float *partial, i
     early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t launch = {};
     launch.gridDim = dim3(grid_size(divide_up(width, COLUMNS)));
-    launch.blockDim = dim3(COLUMNS * SLICES);
+    launch.blockDim = dim3(ADD_THREADS);
     launch.stream = stream->cuda;
     launch.attrs = &early;
     launch.numAttrs = stream->generic ? 0 : 1;
-    cuda_check(cudaLaunchKernelEx(&launch, add_parts_kernel, sum, partial, parts, width));
+    cuda_check(cudaLaunchKernelEx(&launch, add_parts_kernel<COLUMNS>, sum, partial, parts, width));
     launch_check();
+}
+
+// Launched while the kernel before it, which writes the parts, is still at work: see
+// add_parts_kernel. Few columns are spread over more CTAs.
+void column_parts_add(struct stream *stream, float *sum, const float *partial, int parts,
+                      int64_t width)
+{
+    BUG_UNLESS(parts <= RMS_NORM_PARTS);
+    if (width <= FEW_COLUMNS)
+        add_parts<8>(stream, sum, partial, parts, width);
+    else
+        add_parts<WARP>(stream, sum, partial, parts, width);
 }
 
 // A CTA for each of at most RMS_NORM_PARTS parts of the rows, two of them on each SM of an H200; then
