@@ -286,7 +286,7 @@ static __global__ void HOPPER_BOUNDS dkv_kernel(struct attention op, struct quer
     typedef struct layout<D, SLOTS> Layout;
     extern __shared__ __align__(1024) unsigned char shared[];
     uint32_t base = shared_address(shared);
-    int warp = (int)threadIdx.x / WARP, group = warp / 4 - 1;
+    int warp = warp_of_cta(), group = warp / 4 - 1;
     prologue<D, SLOTS>(q, shared);
     if (warp < 4) {
         registers_give<HOPPER_REGISTERS - 2 * REGISTERS>();
