@@ -252,18 +252,16 @@ static uint32_t copy_bytes(void *to, const void *from, size_t size)
     return sum;
 }
 
-static int copy_values(const struct safetensors *file, const struct safetensors_entry *entry,
-                       float *values, struct error *err)
+int checkpoint_check_tensor(const struct safetensors *file, const struct safetensors_entry *entry,
+                            uint32_t sum, struct error *err)
 {
     char text[SUM_TEXT];
-    if (!has_sums(file)) {
-        memcpy(values, entry->bytes, entry->size);
+    int result = 0;
+    if (!has_sums(file))
         return 0;
-    }
     char *key = memory_format(SUM_PREFIX "%s", entry->name);
     const char *wanted = safetensors_metadata(file, key);
-    snprintf(text, sizeof(text), SUM_FORMAT, copy_bytes(values, entry->bytes, entry->size));
-    int result = 0;
+    snprintf(text, sizeof(text), SUM_FORMAT, sum);
     if (wanted == NULL || strcmp(wanted, text) != 0)
         result = error_set(err,
                            "%s: tensor '%s' is damaged: its checksum (CRC-32C) is %s, that of what "
@@ -289,7 +287,9 @@ static int copy_tensors(const struct array_files *array, const struct model_stat
             safetensors_get(file, param->name, "F32", param->dims, param->shape, err);
         if (entry == NULL)
             return -1;
-        if (copy_values(file, entry, values + state_offset(layout, which, i), err) != 0)
+        uint32_t sum =
+            copy_bytes(values + state_offset(layout, which, i), entry->bytes, entry->size);
+        if (checkpoint_check_tensor(file, entry, sum, err) != 0)
             return -1;
     }
     return check_names(array, params, err);
