@@ -65,9 +65,9 @@ static void watch_loss(struct watch *w)
                 "without loss.slot_weight exp");
     idle_unless(w, dflash && l->slot_weight == SLOT_WEIGHT_DPACE, "loss", "dpace_alpha",
                 "without loss.slot_weight dpace");
-    if (!dflash)
-        idle_unless(w, d->draft_vocab != NULL, "loss", "out_of_vocab",
-                    "without drafter.draft_vocab");
+    static const char *const of_map[] = {"out_of_vocab", "full_vocab_metrics"};
+    for (size_t i = 0; i < sizeof(of_map) / sizeof(of_map[0]) && !dflash; i++)
+        idle_unless(w, d->draft_vocab != NULL, "loss", of_map[i], "without drafter.draft_vocab");
 }
 
 static void watch_optimizer(struct watch *w)
