@@ -351,9 +351,72 @@ static void a_sum_that_is_gone_is_refused(void **state)
     (void)state;
     struct error err;
     write_step(8);
+    edit_file("step-00000008/state.json",
+              forget_sums); // else the header's own sum is refused first
     edit_file("step-00000008/master.safetensors", forget_first_sum);
     assert_int_equal(read_step("step-00000008", 8, &err), -1);
     assert_names(err.text, "that of what was written is missing");
+}
+
+static void add_one_to_step(char *bytes, size_t size)
+{
+    char *step = memmem(bytes, size, "\"step\":\t8", 9);
+    assert_non_null(step);
+    step[8] = '9';
+}
+
+static void a_changed_counter_is_refused(void **state)
+{
+    (void)state;
+    struct error err;
+    write_step(8);
+    edit_file("step-00000008/state.json", add_one_to_step);
+    assert_int_equal(read_step("step-00000008", 8, &err), -1);
+    assert_names(err.text, "step-00000008/state.json: its checksum (CRC-32C) is");
+}
+
+// Whole in themselves, and of the size that was written.
+static void a_file_of_another_checkpoint_is_refused(void **state)
+{
+    (void)state;
+    static const char *const names[][2] = {
+        {"step-00000004/master.safetensors", "master.safetensors"},
+        {"step-00000004/adam_m.safetensors", "adam_m.safetensors"},
+        {"step-00000004/adam_v.safetensors", "adam_v.safetensors"},
+        {"step-00000008/adam_m.safetensors", "adam_v.safetensors"}};
+    struct error err;
+    write_step(4);
+    for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++) {
+        write_step(8);
+        char *name = memory_format("step-00000008/%s", names[i][1]);
+        char *from = path_of(names[i][0]), *to = path_of(name);
+        assert_int_equal(files_copy(from, to, &(struct error){""}), 0);
+        assert_int_equal(read_step("step-00000008", 8, &err), -1);
+        assert_names(err.text, name);
+        assert_names(err.text, "damaged or of another checkpoint");
+        free(from);
+        free(to);
+        free(name);
+    }
+}
+
+static void make_row_negative(char *bytes, size_t size)
+{
+    char *row = memmem(bytes, size, "\"row\":\t", 7);
+    assert_non_null(row);
+    row[7] = '-';
+}
+
+// Of before there were sums, and edited since.
+static void a_counter_that_no_run_writes_is_refused(void **state)
+{
+    (void)state;
+    struct error err;
+    write_step(8);
+    edit_file("step-00000008/state.json", forget_sums);
+    edit_file("step-00000008/state.json", make_row_negative);
+    assert_int_equal(read_step("step-00000008", 8, &err), -1);
+    assert_names(err.text, "which no run writes");
 }
 
 static void without_done_it_is_not_read(void **state)
@@ -694,6 +757,9 @@ int main(void)
         TEST(a_changed_bit_is_refused_by_file_and_tensor),
         TEST(a_checkpoint_without_sums_is_read),
         TEST(a_sum_that_is_gone_is_refused),
+        TEST(a_changed_counter_is_refused),
+        TEST(a_file_of_another_checkpoint_is_refused),
+        TEST(a_counter_that_no_run_writes_is_refused),
         TEST(without_done_it_is_not_read),
         TEST(another_drafter_is_refused_by_tensor),
         TEST(the_newest_complete_one_is_found_and_others_are_named_once),

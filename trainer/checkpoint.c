@@ -245,20 +245,44 @@ static void add_sizes(cJSON *object, const char *directory, const struct state_l
         add_size(files, directory, checkpoint_others[i]);
 }
 
-// Of the files that are not the state's tensors, which have their own.
-static int add_sums(cJSON *object, const char *directory, struct error *err)
+static int add_file_sum(cJSON *sums, const char *directory, const char *file,
+                        int (*sum_of)(const char *, uint32_t *, struct error *), struct error *err)
+{
+    uint32_t sum = 0;
+    char text[SUM_TEXT];
+    char *path = memory_format("%s/%s", directory, file);
+    int result = sum_of(path, &sum, err);
+    snprintf(text, sizeof(text), SUM_FORMAT, sum);
+    cJSON_AddStringToObject(sums, file, text);
+    free(path);
+    return result;
+}
+
+// The last entry of the file.
+static void add_own_sum(const cJSON *object, cJSON *sums)
+{
+    char text[SUM_TEXT] = "";
+    cJSON_AddStringToObject(sums, STATE_FILE, text);
+    char *body = cJSON_Print(object);
+    snprintf(text, sizeof(text), SUM_FORMAT, checkpoint_state_sum(body));
+    cJSON_ReplaceItemInObjectCaseSensitive(sums, STATE_FILE, cJSON_CreateString(text));
+    cJSON_free(body);
+}
+
+static int add_sums(cJSON *object, const char *directory, const struct state_layout *layout,
+                    int ranks, struct error *err)
 {
     cJSON *sums = cJSON_AddObjectToObject(object, "crc32c");
     int result = 0;
-    for (int i = 0; i < OTHER_FILES && result == 0; i++) {
-        uint32_t sum = 0;
-        char text[SUM_TEXT];
-        char *path = memory_format("%s/%s", directory, checkpoint_others[i]);
-        result = files_crc32c(path, &sum, err);
-        snprintf(text, sizeof(text), SUM_FORMAT, sum);
-        cJSON_AddStringToObject(sums, checkpoint_others[i], text);
-        free(path);
-    }
+    for (enum state_array array = 0; array < STATE_ARRAYS; array++)
+        for (int rank = 0; rank < ranks && state_exists(layout, array) && result == 0; rank++) {
+            char *file = checkpoint_array_file(array, rank, ranks);
+            result = add_file_sum(sums, directory, file, checkpoint_header_sum, err);
+            free(file);
+        }
+    for (int i = 0; i < OTHER_FILES && result == 0; i++)
+        result = add_file_sum(sums, directory, checkpoint_others[i], files_crc32c, err);
+    add_own_sum(object, sums);
     return result;
 }
 
@@ -280,7 +304,7 @@ static int write_state(const char *directory, const struct model_state *state,
         json_add_int(object, "parts", ranks);
     add_sizes(object, directory, &state->layout, ranks);
     char *path = memory_format("%s/state.json", directory);
-    int result = add_sums(object, directory, err);
+    int result = add_sums(object, directory, &state->layout, ranks, err);
     if (result == 0)
         result = json_write_file(object, path, err);
     free(path);

@@ -5,6 +5,7 @@
 #include <inttypes.h>
 #include <stdint.h>
 
+#include "base/error.h"
 #include "trainer/state_layout.h"
 
 enum { STATE_VERSION = 1 };
@@ -32,10 +33,18 @@ extern const char *const checkpoint_arrays[STATE_ARRAYS];
 extern const char *const checkpoint_others[OTHER_FILES];
 
 // Checksums (CRC-32C, hexadecimal): of a tensor of the state in its file's metadata, under SUM_PREFIX and its
-// name, so that whoever reads a tensor can check it, whichever rank wrote it; of the other files in state.json.
+// name, so that whoever reads a tensor can check it, whichever rank wrote it; of the other files in state.json, as
+// last of state.json itself, in front of that entry.
 #define SUM_PREFIX "crc32c."
 #define SUM_FORMAT "%08" PRIx32
+#define STATE_FILE "state.json"
 enum { SUM_TEXT = 9 }; // bytes
+
+// Of a safetensors file's header. An array's file has the sums of its tensors there, so this stands for the file:
+// another checkpoint's has another one.
+int checkpoint_header_sum(const char *path, uint32_t *sum, struct error *err);
+// Of the text of state.json in front of its own entry; of all of it where there is none.
+uint32_t checkpoint_state_sum(const char *text);
 
 // "master.safetensors", of several ranks "master-00001-of-00002.safetensors". The caller frees.
 char *checkpoint_array_file(int array, int rank, int ranks);

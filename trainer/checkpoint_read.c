@@ -31,6 +31,52 @@ static int check_file(const char *directory, const char *name, const cJSON *size
     return result;
 }
 
+int checkpoint_header_sum(const char *path, uint32_t *sum, struct error *err)
+{
+    struct safetensors file;
+    if (safetensors_open(&file, path, err) != 0)
+        return -1;
+    size_t size = file.map_size; // tensors take all behind the header
+    for (size_t i = 0; i < file.count; i++)
+        size -= file.entries[i].size;
+    *sum = crc32c(0, file.map, size);
+    safetensors_close(&file);
+    return 0;
+}
+
+uint32_t checkpoint_state_sum(const char *text)
+{
+    static const char entry[] = "\"" STATE_FILE "\"";
+    const char *own = NULL;
+    for (const char *at = text; (at = strstr(at, entry)) != NULL; at++)
+        own = at;
+    return crc32c(0, text, own != NULL ? (size_t)(own - text) : strlen(text));
+}
+
+// Checkpoints of earlier versions have none.
+static int check_header(const char *directory, const char *name, const cJSON *sums,
+                        struct error *err)
+{
+    const cJSON *wanted = cJSON_GetObjectItemCaseSensitive(sums, name);
+    struct error why = {""};
+    uint32_t sum = 0;
+    char text[SUM_TEXT];
+    if (wanted == NULL)
+        return 0;
+    char *path = memory_format("%s/%s", directory, name);
+    int result = checkpoint_header_sum(path, &sum, &why);
+    snprintf(text, sizeof(text), SUM_FORMAT, sum);
+    if (result != 0)
+        error_add(err, "%s", why.text);
+    else if (!cJSON_IsString(wanted) || strcmp(wanted->valuestring, text) != 0)
+        result = error_add(err,
+                           "%s: its header's checksum (CRC-32C) is %s, that of what was written is "
+                           "%s; the file is damaged or of another checkpoint",
+                           path, text, cJSON_IsString(wanted) ? wanted->valuestring : "missing");
+    free(path);
+    return result;
+}
+
 // Checkpoints of before there were sums have none.
 static int check_sum(const char *directory, const char *name, const cJSON *sums, struct error *err)
 {
@@ -64,16 +110,31 @@ static int check_format(const struct json_file *state, struct error *err)
     return 0;
 }
 
+// Checkpoints of earlier versions have none.
+static int check_own_sum(const struct json_file *state, struct error *err)
+{
+    const cJSON *sums = cJSON_GetObjectItemCaseSensitive(state->root, "crc32c");
+    const cJSON *wanted = cJSON_GetObjectItemCaseSensitive(sums, STATE_FILE);
+    char text[SUM_TEXT];
+    snprintf(text, sizeof(text), SUM_FORMAT, checkpoint_state_sum(state->text));
+    if (wanted == NULL || (cJSON_IsString(wanted) && strcmp(wanted->valuestring, text) == 0))
+        return 0;
+    return error_set(err,
+                     "%s: its checksum (CRC-32C) is %s, that of what was written is %s; the file "
+                     "is damaged or was edited",
+                     state->path, text, cJSON_IsString(wanted) ? wanted->valuestring : "missing");
+}
+
 static int open_state(struct json_file *state, const char *path, struct error *err)
 {
     if (!files_is_folder(path))
         return error_set(err, "%s: there is no such checkpoint directory", path);
-    char *name = memory_format("%s/state.json", path);
+    char *name = memory_format("%s/" STATE_FILE, path);
     int result = json_open(state, name, err);
     free(name);
     if (result != 0)
         return error_add(err, "%s is not a whole checkpoint", path);
-    if (check_format(state, err) == 0)
+    if (check_format(state, err) == 0 && check_own_sum(state, err) == 0)
         return 0;
     json_close(state);
     return -1;
@@ -102,7 +163,8 @@ static bool has_array(const cJSON *sizes, int array, int parts)
     return listed || array != STATE_EMA;
 }
 
-// Sizes of all files, sums of small ones. The state's tensors are checked when they are read.
+// Sizes of all files, sums of small ones and of the headers of large ones. The state's tensors are checked when they
+// are read.
 static int check_files(const char *path, const struct json_file *state, int parts,
                        struct error *err)
 {
@@ -112,7 +174,8 @@ static int check_files(const char *path, const struct json_file *state, int part
     for (int array = 0; array < STATE_ARRAYS; array++)
         for (int part = 0; part < parts && has_array(sizes, array, parts); part++) {
             char *file = checkpoint_array_file(array, part, parts);
-            result |= check_file(path, file, sizes, err);
+            int status = check_file(path, file, sizes, err);
+            result |= status != 0 ? status : check_header(path, file, sums, err);
             free(file);
         }
     for (int i = 0; i < OTHER_FILES; i++) {
@@ -151,6 +214,21 @@ int checkpoint_check_served(const char *path, struct error *err)
     return result;
 }
 
+// What no run writes and what would lead a run out of its data.
+static int check_counters(const struct counters *counters, const char *path, struct error *err)
+{
+#define CHECK_INT(member)                                                                          \
+    if (counters->member < 0 && &counters->member != &counters->last_validation)                   \
+        return error_set(err, "%s: %s is %" PRId64 ", which no run writes", path, #member,         \
+                         counters->member);
+#define CHECK_REAL(member)
+    COUNTERS(CHECK_INT, CHECK_REAL)
+    if (counters->applied <= counters->step)
+        return 0;
+    return error_set(err, "%s: applied is %" PRId64 " of %" PRId64 " steps, which no run writes",
+                     path, counters->applied, counters->step);
+}
+
 static int read_counters(const char *path, struct counters *counters, uint64_t *fingerprint,
                          int *parts, struct error *err)
 {
@@ -163,6 +241,8 @@ static int read_counters(const char *path, struct counters *counters, uint64_t *
 #define READ_REAL(member)                                                                          \
     result = result != 0 ? result : json_get_real(&state, #member, &counters->member, err);
     COUNTERS(READ_INT, READ_REAL)
+    if (result == 0)
+        result = check_counters(counters, state.path, err);
     if (result == 0)
         result = read_parts(&state, parts, err);
     char text[32], *end = text;

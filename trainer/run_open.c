@@ -212,6 +212,20 @@ static int tune(struct run *run, const struct resume *resume, struct error *err)
     return session_rank(session) == 0 ? 0 : step_tune(&run->step, &session->execution, err);
 }
 
+// A checkpoint's counters that were edited would lead behind the rows.
+static int check_place(const struct run *run, const struct resume *resume, struct error *err)
+{
+    const struct counters *c = &run->counters;
+    const struct session_steps *steps = &run->steps;
+    if (c->step >= steps->total ||
+        ((uint64_t)c->epoch < steps->epochs && c->row < steps->epoch_rows[c->epoch]))
+        return 0;
+    return error_set(err,
+                     "%s/state.json: step %lld ends with row %lld of epoch %lld, which is not "
+                     "one of this run's; the file was edited",
+                     resume->path, (long long)c->step, (long long)c->row, (long long)c->epoch);
+}
+
 // What rank 0 alone writes from here on.
 static int start_folder(struct run *run, const struct resume *resume, struct error *err)
 {
@@ -248,6 +262,10 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
         load_state(run, resume, status, err) != 0 || run_check_bad_fraction(run, err) != 0)
         return -1;
     session_count_steps(session, &run->steps);
+    if (check_place(run, resume, err) != 0) {
+        *status = EXIT_FAILED;
+        return -1;
+    }
     if (run_work_open(&run->work, session, err) != 0)
         return -1;
     compare_schedule(run, resume);
