@@ -119,9 +119,20 @@ static inline unsigned grid_size(int64_t blocks)
 
 void gemm_state_close(struct gemm_state *state);
 
-// sum[i] += partial[0][i] + partial[1][i] + ..., in fp64; partial: [parts, width]
+// sum[i] += partial[0][i] + partial[1][i] + ..., in fp64; partial: [parts, width], parts at most
+// RMS_NORM_PARTS, written by the launch right before, which may not touch sum: it is waited for in the
+// kernel and not at its start (Hopper).
 void column_parts_add(struct stream *stream, float *sum, const float *partial, int parts,
                       int64_t width);
+
+// In the kernel before column_parts_add: its CTAs may come to the SMs as soon as all of these have, and
+// wait there.
+static __device__ __forceinline__ void parts_add_may_start(void)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 static inline bool is_bf16(enum dtype type)
 {

@@ -66,6 +66,7 @@ static __device__ __forceinline__ struct pack<Type, N> pack_load_once(const Type
     }
 }
 
+// To global memory, as the accesses say: a place in shared memory would be taken for a global address.
 template <int N, typename Type>
 static __device__ __forceinline__ void pack_store(Type *to, const struct pack<Type, N> &p)
 {

@@ -11,8 +11,8 @@ enum {
     MAX_HEAD_DIM = 512,
     PACK = 8, // elements: 16 bytes of bf16, twice as many of fp32
     THREADS = 128,
-    TOGETHER = 4, // heads of a row that a thread takes at a time, forward
-    BACKWARD_THREADS = 320
+    TOGETHER = 8, // heads of a row that a thread takes at a time, forward (half of it in fp32)
+    BACKWARD_THREADS = 256
 };
 
 static constexpr int power_of_two_from(int n)
@@ -27,7 +27,7 @@ static constexpr int power_of_two_from(int n)
 template <int N, int HALF> struct layout {
     enum {
         LANES = HALF > 0 ? power_of_two_from(HALF / N) : WARP,
-        EACH = N > 1 ? 1 : MAX_HEAD_DIM / 2 / WARP // packs of a lane
+        EACH = HALF > 0 ? 1 : MAX_HEAD_DIM / 2 / WARP / N // packs of a lane
     };
 };
 
@@ -147,82 +147,84 @@ static __device__ __forceinline__ float head_rstd(const struct norm_rope &op, fl
     return op.weight != NULL ? rsqrtf(squares * inverse_dim + op.eps) : 1.0f;
 }
 
-// The weight and the angles in one: what the two halves of x contribute to the two halves of y.
-template <int N, int HALF> struct rotation {
-    struct head_values<N, HALF> from_low, from_high;
-};
-
+// A lane's share of the weight: 1 where there is none.
 template <int N, int HALF>
-static __device__ __forceinline__ void rotation_load(struct rotation<N, HALF> &r,
-                                                     const struct norm_rope &op, int64_t row,
-                                                     int half, int lane)
+static __device__ __forceinline__ void weight_load(struct head_values<N, HALF> &weight,
+                                                   const float *from, int half, int lane)
 {
-    struct angles angles = angles_at(op, op.positions[row], half);
 #pragma unroll
     for (int e = 0; e < layout<N, HALF>::EACH; e++) {
         int at = pair_at<N, HALF>(lane, e);
-        if (at >= half)
-            continue;
-        float low[N], high[N], cos[N], sin[N];
-        table_load(low, op.weight, at);
-        table_load(high, op.weight != NULL ? op.weight + half : NULL, at);
-        table_load(cos, angles.cos, at);
-        table_load(sin, angles.sin, at);
+        const float *low = at < half ? from : NULL;
+        table_load(weight.low[e], low, at);
+        table_load(weight.high[e], low != NULL ? low + half : NULL, at);
+    }
+}
+
+// And of a row's angles.
+template <int N, int HALF> struct angle_packs {
+    struct pack<float, N> cos[layout<N, HALF>::EACH], sin[layout<N, HALF>::EACH];
+};
+
+template <int N, int HALF>
+static __device__ __forceinline__ void angles_load(struct angle_packs<N, HALF> &packs,
+                                                   const struct angles &angles, int half, int lane)
+{
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            r.from_low.low[e][i] = low[i] * cos[i];
-            r.from_low.high[e][i] = low[i] * sin[i];
-            r.from_high.low[e][i] = -high[i] * sin[i];
-            r.from_high.high[e][i] = high[i] * cos[i];
-        }
+    for (int e = 0; e < layout<N, HALF>::EACH; e++) {
+        int at = pair_at<N, HALF>(lane, e);
+        bool mine = at < half;
+        packs.cos[e] = mine ? pack_load<N>(angles.cos + at) : pack_zero<float, N>();
+        packs.sin[e] = mine ? pack_load<N>(angles.sin + at) : pack_zero<float, N>();
     }
 }
 
 template <typename Type, int N, int HALF>
 static __device__ __forceinline__ void rotate(struct head_values<N, HALF> &y,
                                               const struct head_packs<Type, N, HALF> &x,
-                                              const struct rotation<N, HALF> &r, float rstd)
+                                              const struct angle_packs<N, HALF> &angles,
+                                              const struct head_values<N, HALF> &weight, float rstd)
 {
 #pragma unroll
     for (int e = 0; e < layout<N, HALF>::EACH; e++)
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            float a = pack_value(x.low[e], i), b = pack_value(x.high[e], i);
-            y.low[e][i] = rstd * (a * r.from_low.low[e][i] + b * r.from_high.low[e][i]);
-            y.high[e][i] = rstd * (b * r.from_high.high[e][i] + a * r.from_low.high[e][i]);
+            float a = pack_value(x.low[e], i) * rstd * weight.low[e][i];
+            float b = pack_value(x.high[e], i) * rstd * weight.high[e][i];
+            float cos = pack_value(angles.cos[e], i), sin = pack_value(angles.sin[e], i);
+            y.low[e][i] = a * cos - b * sin;
+            y.high[e][i] = b * cos + a * sin;
         }
 }
 
 // An item is a slot of a row, with the heads slot, slot + slots, ...: up to HEADS heads, which share
 // their angles. y may be x: a head is in registers before it is written.
 template <typename Type, int N, int HALF, int HEADS>
-static __global__ void __launch_bounds__(THREADS)
+static __global__ void __launch_bounds__(THREADS, HALF > 0 ? 4 : 1)
     forward_kernel(struct norm_rope op, unsigned slots, float inverse_dim)
 {
     enum { LANES = layout<N, HALF>::LANES };
     unsigned item = (blockIdx.x * THREADS + threadIdx.x) / LANES;
     int lane = (int)(threadIdx.x % LANES), half = half_of<HALF>(op);
-    unsigned slot = item % slots, index = item / slots, heads = (unsigned)op.heads;
-    bool there = index < op.rows;
-    int64_t row = there ? index : 0;
-    const Type *x = (const Type *)op.x + row * op.x_stride;
-    Type *y = (Type *)op.y + row * op.heads * (2 * half);
+    unsigned slot = item % slots, index = item / slots;
+    unsigned heads = index < op.rows ? (unsigned)op.heads : 0;
+    int64_t row = index < op.rows ? index : 0, apart = (int64_t)slots * (2 * half);
+    const Type *x = (const Type *)op.x + row * op.x_stride + slot * (2 * half);
+    Type *y = (Type *)op.y + (row * op.heads + slot) * (2 * half);
     struct head_packs<Type, N, HALF> packs[HEADS];
 #pragma unroll
-    for (int h = 0; h < HEADS; h++) {
-        unsigned head = slot + h * slots;
-        head_load(packs[h], x + head * (2 * half), half, lane, there && head < heads);
-    }
-    struct rotation<N, HALF> rotation;
-    rotation_load(rotation, op, row, half, lane);
+    for (int h = 0; h < HEADS; h++)
+        head_load(packs[h], x + h * apart, half, lane, slot + h * slots < heads);
+    struct angle_packs<N, HALF> angles;
+    struct head_values<N, HALF> values, weight;
+    angles_load(angles, angles_at(op, op.positions[row], half), half, lane);
+    weight_load(weight, op.weight, half, lane);
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
-        unsigned head = slot + h * slots;
-        struct head_values<N, HALF> values;
         float squares = head_sum<LANES>(head_squares(packs[h]));
-        rotate(values, packs[h], rotation, head_rstd(op, squares, inverse_dim));
-        if (there && head < heads)
-            head_store(y + head * (2 * half), values, half, lane);
+        rotate(values, packs[h], angles, weight, head_rstd(op, squares, inverse_dim));
+        if (slot + h * slots < heads)
+            head_store(y + h * apart, values, half, lane);
     }
 }
 
@@ -244,7 +246,7 @@ static bool in_packs(const struct norm_rope *op, int64_t stride)
 template <typename Type, int N, int HALF>
 static void forward_launch(struct stream *stream, const struct norm_rope *op)
 {
-    enum { HEADS = N > 1 ? TOGETHER : 1 };
+    enum { HEADS = N == 1 ? 1 : sizeof(Type) == 2 ? TOGETHER : TOGETHER / 2 };
     int64_t slots = divide_up(op->heads, HEADS);
     unsigned grid = grid_size(divide_up(op->rows * slots * layout<N, HALF>::LANES, THREADS));
     forward_kernel<Type, N, HALF, HEADS>
@@ -268,7 +270,7 @@ template <typename Type> static void forward(struct stream *stream, const struct
         forward_launch<Type, PACK, 0>(stream, op);
 }
 
-// The lanes of a head for TOGETHER heads of a row.
+// The lanes of a head for up to TOGETHER heads of a row.
 void norm_rope_forward_cuda(struct stream *stream, const struct norm_rope *op)
 {
     check(op);
@@ -280,93 +282,44 @@ void norm_rope_forward_cuda(struct stream *stream, const struct norm_rope *op)
         forward<float>(stream, op);
 }
 
-// What a lane reads of a head for its gradient, and where the head is.
-template <typename Type, typename Gradient, int N, int HALF> struct head_input {
-    struct head_packs<Gradient, N, HALF> dy;
-    struct head_packs<Type, N, HALF> x;
-    unsigned row, head;
-    int32_t position;
-};
-
+// The gradient of the normed head, dy rotated back. Returns the lane's sum of it times weight and x.
 template <typename Type, typename Gradient, int N, int HALF>
-static __device__ __forceinline__ void input_load(struct head_input<Type, Gradient, N, HALF> &in,
-                                                  const struct norm_rope &op, int half, int lane)
-{
-    bool there = in.row < op.rows;
-    int64_t row = there ? in.row : 0;
-    head_load(in.dy, (const Gradient *)op.dy + (row * op.heads + in.head) * (2 * half), half, lane,
-              there);
-    head_load(in.x, (const Type *)op.x + row * op.x_stride + in.head * (2 * half), half, lane,
-              there && op.weight != NULL);
-    in.position = op.positions[row];
-}
-
-// The gradient of the normed head: dy rotated back.
-template <typename Type, typename Gradient, int N, int HALF>
-static __device__ __forceinline__ void
-rotate_back(struct head_values<N, HALF> &dn, const struct head_input<Type, Gradient, N, HALF> &in,
-            const struct norm_rope &op, int half, int lane)
-{
-    struct angles angles = angles_at(op, in.position, half);
-#pragma unroll
-    for (int e = 0; e < layout<N, HALF>::EACH; e++) {
-        int at = pair_at<N, HALF>(lane, e);
-        float cos[N] = {}, sin[N] = {};
-        if (at < half) {
-            table_load(cos, angles.cos, at);
-            table_load(sin, angles.sin, at);
-        }
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            float a = pack_value(in.dy.low[e], i), b = pack_value(in.dy.high[e], i);
-            dn.low[e][i] = a * cos[i] + b * sin[i];
-            dn.high[e][i] = b * cos[i] - a * sin[i];
-        }
-    }
-}
-
-// sums += dn x rstd, the head's share of dweight; dn *= weight. Returns the lane's sum of dn weight x.
-template <typename Type, int N, int HALF>
-static __device__ __forceinline__ float project(struct head_values<N, HALF> &dn,
-                                                struct head_values<N, HALF> &sums,
-                                                const struct head_packs<Type, N, HALF> &x,
-                                                const float *weight, float rstd, int half, int lane)
+static __device__ __forceinline__ float
+rotate_back(struct head_values<N, HALF> &dn, const struct head_packs<Gradient, N, HALF> &dy,
+            const struct head_packs<Type, N, HALF> &x, const struct angle_packs<N, HALF> &angles,
+            const struct head_values<N, HALF> &weight)
 {
     float projection = 0.0f;
 #pragma unroll
-    for (int e = 0; e < layout<N, HALF>::EACH; e++) {
-        int at = pair_at<N, HALF>(lane, e);
-        float low[N] = {}, high[N] = {};
-        if (at < half) {
-            table_load(low, weight, at);
-            table_load(high, weight != NULL ? weight + half : NULL, at);
-        }
+    for (int e = 0; e < layout<N, HALF>::EACH; e++)
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            float a = pack_value(x.low[e], i), b = pack_value(x.high[e], i);
-            sums.low[e][i] += dn.low[e][i] * (a * rstd);
-            sums.high[e][i] += dn.high[e][i] * (b * rstd);
-            dn.low[e][i] *= low[i];
-            dn.high[e][i] *= high[i];
-            projection += dn.low[e][i] * a;
-            projection += dn.high[e][i] * b;
+            float a = pack_value(dy.low[e], i), b = pack_value(dy.high[e], i);
+            float cos = pack_value(angles.cos[e], i), sin = pack_value(angles.sin[e], i);
+            dn.low[e][i] = a * cos + b * sin;
+            dn.high[e][i] = b * cos - a * sin;
+            projection += dn.low[e][i] * weight.low[e][i] * pack_value(x.low[e], i);
+            projection += dn.high[e][i] * weight.high[e][i] * pack_value(x.high[e], i);
         }
-    }
     return projection;
 }
 
-// dn, times the weight by now, becomes the gradient of x: rstd (dn - x c).
+// sums += dn x rstd, the head's share of dweight; dn becomes the gradient of x: rstd (weight dn - x c).
 template <typename Type, int N, int HALF>
-static __device__ __forceinline__ void finish(struct head_values<N, HALF> &dn,
-                                              const struct head_packs<Type, N, HALF> &x, float rstd,
-                                              float c)
+static __device__ __forceinline__ void
+finish(struct head_values<N, HALF> &dn, struct head_values<N, HALF> &sums,
+       const struct head_packs<Type, N, HALF> &x, const struct head_values<N, HALF> &weight,
+       float rstd, float c)
 {
 #pragma unroll
     for (int e = 0; e < layout<N, HALF>::EACH; e++)
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            dn.low[e][i] = rstd * (dn.low[e][i] - pack_value(x.low[e], i) * c);
-            dn.high[e][i] = rstd * (dn.high[e][i] - pack_value(x.high[e], i) * c);
+            float a = pack_value(x.low[e], i), b = pack_value(x.high[e], i);
+            sums.low[e][i] += dn.low[e][i] * a * rstd;
+            sums.high[e][i] += dn.high[e][i] * b * rstd;
+            dn.low[e][i] = rstd * (dn.low[e][i] * weight.low[e][i] - a * c);
+            dn.high[e][i] = rstd * (dn.high[e][i] * weight.high[e][i] - b * c);
         }
 }
 
@@ -405,78 +358,157 @@ static __device__ __forceinline__ void store_sums(const struct norm_rope &op, in
     }
 }
 
-// All heads are dealt out in turn; from one of a thread to its next there are so many rows and heads.
-struct stride {
-    unsigned rows, heads;
+// What backward_kernel is made for. Packs are single accesses of at most 16 bytes also where fp32 meets
+// bf16; a thread takes PACK elements of each half at a time, of one head or two.
+template <typename Type_, typename Gradient_, bool PACKS, int HALF_> struct backward_of {
+    typedef Type_ Type;
+    typedef Gradient_ Gradient;
+    enum {
+        N = PACKS ? pack_of<Type, Gradient>::N : 1,
+        HALF = HALF_,
+        HEADS = PACKS ? PACK / N : 1,
+        LANES = layout<N, HALF>::LANES,
+        CTAS = PACKS && HALF > 0 ? 2 : 1 // of an SM: registers
+    };
 };
 
-template <typename Type, typename Gradient, int N, int HALF>
-static __device__ __forceinline__ void advance(struct head_input<Type, Gradient, N, HALF> &in,
-                                               const struct norm_rope &op, struct stride stride)
+// Where a slot (see forward_kernel) is, past the last row: none.
+struct place {
+    unsigned row, slot;
+    int32_t position;
+};
+
+static __device__ __forceinline__ int64_t row_or_first(const struct norm_rope &op, unsigned row)
 {
-    in.row += stride.rows;
-    in.head += stride.heads;
-    if (in.head >= op.heads) {
-        in.head -= (unsigned)op.heads;
-        in.row++;
+    return row < op.rows ? row : 0;
+}
+
+static __device__ __forceinline__ struct place place_at(const struct norm_rope &op, unsigned row,
+                                                        unsigned slot)
+{
+    struct place place = {row, slot, op.positions[row_or_first(op, row)]};
+    return place;
+}
+
+// All slots are dealt out in turn; from one of a thread to its next there are so many rows and slots.
+struct stride {
+    unsigned rows, slots;
+};
+
+static __device__ __forceinline__ struct place place_after(const struct norm_rope &op,
+                                                           const struct place &place,
+                                                           struct stride stride, unsigned slots)
+{
+    unsigned slot = place.slot + stride.slots, over = slot >= slots ? 1 : 0;
+    return place_at(op, place.row + stride.rows + over, slot - over * slots);
+}
+
+// What a thread reads of a slot.
+template <typename B> struct slot_input {
+    struct head_packs<typename B::Gradient, B::N, B::HALF> dy[B::HEADS];
+    struct head_packs<typename B::Type, B::N, B::HALF> x[B::HEADS];
+};
+
+template <typename B>
+static __device__ __forceinline__ void input_load(struct slot_input<B> &in,
+                                                  const struct norm_rope &op,
+                                                  const struct place &place, unsigned slots)
+{
+    int lane = (int)(threadIdx.x % B::LANES), half = half_of<B::HALF>(op);
+    int64_t row = row_or_first(op, place.row);
+    const typename B::Gradient *dy =
+        (const typename B::Gradient *)op.dy + row * op.heads * (2 * half);
+    const typename B::Type *x = (const typename B::Type *)op.x + row * op.x_stride;
+#pragma unroll
+    for (int h = 0; h < B::HEADS; h++) {
+        unsigned head = place.slot + h * slots;
+        bool there = place.row < op.rows && head < op.heads;
+        head_load(in.dy[h], dy + head * (2 * half), half, lane, there);
+        head_load(in.x[h], x + head * (2 * half), half, lane, there && op.weight != NULL);
     }
 }
 
-// Heads in turn over all CTAs, the next on its way where registers suffice. dx may be x: each lane has
-// read what it writes. `rounds` is the same for all, as head_sum needs whole warps.
-template <typename Type, typename Gradient, int N, int HALF>
-static __global__ void __launch_bounds__(BACKWARD_THREADS, N > 1 && sizeof(Type) == 2 ? 2 : 1)
-    backward_kernel(struct norm_rope op, struct stride stride, unsigned rounds, float inverse_dim)
+// Sends the angles of a place on their way to the second-level cache: registers are few.
+template <typename B>
+static __device__ __forceinline__ void angles_send(const struct norm_rope &op,
+                                                   const struct place &place)
 {
-    enum {
-        LANES = layout<N, HALF>::LANES,
-        AHEAD = N > 1 && sizeof(Type) == 2 && sizeof(Gradient) == 2
-    };
-    unsigned index = (blockIdx.x * BACKWARD_THREADS + threadIdx.x) / LANES;
-    int lane = (int)(threadIdx.x % LANES), half = half_of<HALF>(op);
-    struct head_values<N, HALF> sums, dn;
-    struct head_input<Type, Gradient, N, HALF> now, next;
+    int lane = (int)(threadIdx.x % B::LANES), half = half_of<B::HALF>(op);
+    int at = pair_at<B::N, B::HALF>(lane, 0);
+    struct angles angles = angles_at(op, place.position, half);
+    if (at >= half)
+        return;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(angles.cos + at));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(angles.sin + at));
+}
+
+// The gradients of a slot's heads, and their shares of dweight into sums.
+template <typename B>
+static __device__ __forceinline__ void
+slot_gradient(struct slot_input<B> &in, const struct place &place,
+              struct head_values<B::N, B::HALF> &sums,
+              const struct head_values<B::N, B::HALF> &weight, const struct norm_rope &op,
+              unsigned slots, float inverse_dim)
+{
+    int lane = (int)(threadIdx.x % B::LANES), half = half_of<B::HALF>(op);
+    typename B::Type *dx = (typename B::Type *)op.dx + place.row * op.dx_stride;
+    struct angle_packs<B::N, B::HALF> angles;
+    angles_load(angles, angles_at(op, place.position, half), half, lane);
 #pragma unroll
-    for (int e = 0; e < layout<N, HALF>::EACH; e++)
-#pragma unroll
-        for (int i = 0; i < N; i++)
-            sums.low[e][i] = sums.high[e][i] = 0.0f;
-    now.row = index / (unsigned)op.heads;
-    now.head = index % (unsigned)op.heads;
-    input_load(now, op, half, lane);
+    for (int h = 0; h < B::HEADS; h++) {
+        unsigned head = place.slot + h * slots;
+        struct head_values<B::N, B::HALF> dn;
+        float projection = rotate_back(dn, in.dy[h], in.x[h], angles, weight);
+        projection = head_sum<B::LANES>(projection);
+        float rstd = head_rstd(op, head_sum<B::LANES>(head_squares(in.x[h])), inverse_dim);
+        head_hold(in.x[h]);
+        finish(dn, sums, in.x[h], weight, rstd, projection * inverse_dim * rstd * rstd);
+        if (place.row < op.rows && head < op.heads)
+            head_store(dx + head * (2 * half), dn, half, lane);
+    }
+}
+
+// Slots in turn over all CTAs, the next on its way, and the position after it. dx may be x: each lane has read what it writes.
+// `rounds` is the same for all, as head_sum needs whole warps.
+template <typename B>
+static __global__ void __launch_bounds__(BACKWARD_THREADS, B::CTAS)
+    backward_kernel(struct norm_rope op, unsigned slots, struct stride stride, unsigned rounds,
+                    float inverse_dim)
+{
+    unsigned index = (blockIdx.x * BACKWARD_THREADS + threadIdx.x) / B::LANES;
+    int lane = (int)(threadIdx.x % B::LANES), half = half_of<B::HALF>(op);
+    typedef struct head_values<B::N, B::HALF> Values;
+    Values weight, sums = {};
+    struct slot_input<B> now, next;
+    struct place place = place_at(op, index / slots, index % slots);
+    weight_load(weight, op.weight, half, lane);
+    input_load(now, op, place, slots);
+    struct place coming = place_after(op, place, stride, slots);
+    parts_add_may_start();
     for (unsigned round = 0; round < rounds; round++) {
-        next.row = now.row;
-        next.head = now.head;
-        advance(next, op, stride);
-        if (AHEAD)
-            input_load(next, op, half, lane);
-        rotate_back(dn, now, op, half, lane);
-        float rstd = head_rstd(op, head_sum<LANES>(head_squares(now.x)), inverse_dim);
-        float projection = head_sum<LANES>(project(dn, sums, now.x, op.weight, rstd, half, lane));
-        head_hold(now.x);
-        finish(dn, now.x, rstd, projection * inverse_dim * rstd * rstd);
-        if (now.row < op.rows)
-            head_store((Type *)op.dx + now.row * op.dx_stride + now.head * (2 * half), dn, half,
-                       lane);
-        if (!AHEAD)
-            input_load(next, op, half, lane);
+        struct place later = place_after(op, coming, stride, slots);
+        input_load(next, op, coming, slots);
+        angles_send<B>(op, coming);
+        slot_gradient(now, place, sums, weight, op, slots, inverse_dim);
         now = next;
+        place = coming;
+        coming = later;
     }
     if (op.weight != NULL)
-        store_sums<N, HALF>(op, half, lane, sums);
+        store_sums<B::N, B::HALF>(op, half, lane, sums);
 }
 
 // Returns the number of parts of scratch, each written by one CTA.
-template <typename Type, typename Gradient, int N, int HALF>
-static int backward_launch(struct stream *stream, const struct norm_rope *op)
+template <typename B> static int backward_launch(struct stream *stream, const struct norm_rope *op)
 {
-    enum { HEADS = BACKWARD_THREADS / layout<N, HALF>::LANES }; // of a CTA at a time
-    int64_t heads = op->rows * op->heads, needed = divide_up(heads, HEADS);
+    enum { SLOTS = BACKWARD_THREADS / B::LANES }; // of a CTA at a time
+    int64_t slots = divide_up(op->heads, B::HEADS), all = op->rows * slots;
+    int64_t needed = divide_up(all, SLOTS);
     unsigned grid = grid_size(needed < RMS_NORM_PARTS ? needed : RMS_NORM_PARTS);
-    int64_t step = (int64_t)grid * HEADS;
-    struct stride stride = {(unsigned)(step / op->heads), (unsigned)(step % op->heads)};
-    backward_kernel<Type, Gradient, N, HALF><<<grid, BACKWARD_THREADS, 0, stream->cuda>>>(
-        *op, stride, (unsigned)divide_up(heads, step), 1.0f / (float)op->head_dim);
+    int64_t step = (int64_t)grid * SLOTS;
+    struct stride stride = {(unsigned)(step / slots), (unsigned)(step % slots)};
+    backward_kernel<B><<<grid, BACKWARD_THREADS, 0, stream->cuda>>>(
+        *op, (unsigned)slots, stride, (unsigned)divide_up(all, step), 1.0f / (float)op->head_dim);
     launch_check();
     return (int)grid;
 }
@@ -485,19 +517,19 @@ template <typename Type, typename Gradient>
 static int backward(struct stream *stream, const struct norm_rope *op)
 {
     if (!in_packs(op, op->dx_stride))
-        return backward_launch<Type, Gradient, 1, 0>(stream, op);
+        return backward_launch<struct backward_of<Type, Gradient, false, 0>>(stream, op);
     if (op->head_dim == 64)
-        return backward_launch<Type, Gradient, PACK, 32>(stream, op);
+        return backward_launch<struct backward_of<Type, Gradient, true, 32>>(stream, op);
     if (op->head_dim == 96)
-        return backward_launch<Type, Gradient, PACK, 48>(stream, op);
+        return backward_launch<struct backward_of<Type, Gradient, true, 48>>(stream, op);
     if (op->head_dim == 128)
-        return backward_launch<Type, Gradient, PACK, 64>(stream, op);
+        return backward_launch<struct backward_of<Type, Gradient, true, 64>>(stream, op);
     if (op->head_dim == 256)
-        return backward_launch<Type, Gradient, PACK, 128>(stream, op);
-    return backward_launch<Type, Gradient, PACK, 0>(stream, op);
+        return backward_launch<struct backward_of<Type, Gradient, true, 128>>(stream, op);
+    return backward_launch<struct backward_of<Type, Gradient, true, 0>>(stream, op);
 }
 
-// At most RMS_NORM_PARTS CTAs, two on each SM of an H200, 20 KiB of shared memory; then their sums of
+// At most RMS_NORM_PARTS CTAs, two on each SM of an H200, 16 KiB of shared memory; then their sums of
 // dweight are added.
 void norm_rope_backward_cuda(struct stream *stream, const struct norm_rope *op)
 {
