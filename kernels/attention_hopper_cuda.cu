@@ -325,7 +325,7 @@ static __global__ void HOPPER_BOUNDS forward_kernel(
         return;
     const struct row_spans<ROWS> *spans = (const struct row_spans<ROWS> *)(shared + Layout::SPANS);
     uint32_t base = shared_address(shared);
-    int group = (int)threadIdx.x / 128 - 1, top = ((int)threadIdx.x / WARP - 4) * 16;
+    int warp = warp_of_cta(), group = warp / 4 - 1, top = (warp - 4) * 16;
     struct tile_ring<SLOTS> ring = ring_make<SLOTS>(base + Layout::BARRIERS);
     struct tile_ring<ITEMS> items = ring_make<ITEMS>(base + Layout::ITEM_BARRIERS);
     struct item_cursor cursor = items_begin(q);
@@ -359,7 +359,7 @@ static __global__ void HOPPER_BOUNDS dq_kernel(struct attention op, struct query
         return;
     const struct row_spans<ROWS> *spans = (const struct row_spans<ROWS> *)(shared + Layout::SPANS);
     uint32_t base = shared_address(shared);
-    int group = (int)threadIdx.x / 128 - 1, top = ((int)threadIdx.x / WARP - 4) * 16;
+    int warp = warp_of_cta(), group = warp / 4 - 1, top = (warp - 4) * 16;
     struct tile_ring<SLOTS> ring = ring_make<SLOTS>(base + Layout::BARRIERS);
     struct tile_ring<ITEMS> items = ring_make<ITEMS>(base + Layout::ITEM_BARRIERS);
     struct item_cursor cursor = items_begin(q);

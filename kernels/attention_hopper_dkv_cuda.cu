@@ -1,7 +1,8 @@
 // Owns the gradients of keys and values of attention on Hopper's own tensor-core instructions. A tile of 128
 // keys of a key head is an item; a CTA works on one after the other, 64 keys for each of two warpgroups
 // that compute. Of a third, one warp has the copy engine bring keys and values, and tiles of queries and
-// dout through a ring of slots; one writes the numbers that belong to their rows.
+// dout through a ring of slots; the others write the numbers that belong to their rows, each of every
+// third tile: what a warp waits for memory is longer than the products of a tile take.
 #include "kernels/attention_plan.cuh"
 #include "kernels/attention_wgmma.cuh"
 
@@ -84,57 +85,97 @@ produce_tiles(const struct attention &op, const struct query_matrix &q,
     }
 }
 
-static __device__ __forceinline__ void write_numbers(const struct attention &op,
-                                                     const struct query_matrix &q, bool own,
-                                                     int kv_head, int tile,
-                                                     struct query_rows<ROWS> *to)
+// The numbers of a lane's rows of a tile, one in each 32.
+struct lane_numbers {
+    float lse[ROWS / WARP], delta[ROWS / WARP];
+    struct span seen[ROWS / WARP];
+};
+
+// All loads are on their way before the first number is looked at.
+static __device__ __forceinline__ void read_numbers(const struct attention &op,
+                                                    const struct query_matrix &q, bool own,
+                                                    int kv_head, int tile, struct lane_numbers *to)
 {
     int first = tile * rows_used(q, ROWS), used = min(rows_used(q, ROWS), q.count - first);
-    for (int at = threadIdx.x % WARP; at < ROWS; at += WARP) {
-        int m = first + min(at, used - 1), row = row_of(q, m);
-        int64_t index = index_of(op, q, kv_head, m);
-        struct span seen = own ? own_span(op, row) : context_span(op, row);
-        to->begin[at] = seen.begin;
-        to->end[at] = seen.end;
-        to->lse[at] = at < used ? op.lse[index] : INFINITY;
-        to->delta[at] = at < used ? op.delta[index] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < ROWS / WARP; i++) {
+        int at = i * WARP + threadIdx.x % WARP;
+        int64_t index = index_of(op, q, kv_head, first + min(at, used - 1));
+        to->lse[i] = at < used ? op.lse[index] : INFINITY;
+        to->delta[i] = at < used ? op.delta[index] : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS / WARP; i++) {
+        int at = i * WARP + threadIdx.x % WARP, row = row_of(q, first + min(at, used - 1));
+        to->seen[i] = own ? own_span(op, row) : context_span(op, row);
     }
 }
 
-// The numbers of the tiles of one item, and then the word that it was the last.
-static __device__ __forceinline__ void
-produce_numbers(const struct attention &op, const struct query_matrix &q,
-                const struct attention_plan &plan, const struct key_tile &keys, int kv_head,
-                struct tile_numbers *numbers, struct tile_ring<NUMBERS> *ring)
+static __device__ __forceinline__ void write_numbers(const struct lane_numbers &from,
+                                                     struct query_rows<ROWS> *to)
 {
-    struct query_cursor cursor = cursor_make<KEYS>(op, q, plan, keys);
-    int tile;
-    do {
-        tile = cursor_next<KEYS>(&cursor, plan, keys);
-        struct tile_numbers *to = numbers + ring->slot;
-        ring_wait_empty(*ring);
-        if (tile >= 0)
-            write_numbers(op, q, keys.own, kv_head, tile, &to->rows);
-        bool whole = tile >= 0 && !keys.own && plan.bounds[tile].all_begin <= keys.first &&
-                     plan.bounds[tile].all_end >= keys.first + KEYS;
-        if (threadIdx.x % WARP == 0)
-            to->state[0] = tile < 0 ? TILE_NONE : whole ? TILE_WHOLE : TILE_MASKED;
-        barrier_arrive(ring_full(*ring));
-        ring_next(ring);
-    } while (tile >= 0);
+#pragma unroll
+    for (int i = 0; i < ROWS / WARP; i++) {
+        int at = i * WARP + threadIdx.x % WARP;
+        to->begin[at] = from.seen[i].begin;
+        to->end[at] = from.seen[i].end;
+        to->lse[at] = from.lse[i];
+        to->delta[at] = from.delta[i];
+    }
 }
 
+// Whether all rows see all keys of a tile of the context; the same in all lanes.
+static __device__ __forceinline__ bool sees_whole(const struct lane_numbers &of,
+                                                  const struct key_tile &keys)
+{
+    bool all = !keys.own;
+#pragma unroll
+    for (int i = 0; i < ROWS / WARP; i++)
+        all = all && of.seen[i].begin <= keys.first && of.seen[i].end >= keys.first + KEYS;
+    return __all_sync(~0u, all);
+}
+
+// The numbers of a tile, or the word that there are no more, into the current slot.
+static __device__ __forceinline__ void
+produce_tile_numbers(const struct attention &op, const struct query_matrix &q,
+                     const struct key_tile &keys, int kv_head, int tile, struct tile_numbers *to,
+                     const struct tile_ring<NUMBERS> &ring)
+{
+    struct lane_numbers numbers;
+    int state = TILE_NONE;
+    if (tile >= 0) {
+        read_numbers(op, q, keys.own, kv_head, tile, &numbers);
+        state = sees_whole(numbers, keys) ? TILE_WHOLE : TILE_MASKED;
+    }
+    ring_wait_empty(ring);
+    if (tile >= 0)
+        write_numbers(numbers, &to->rows);
+    if (threadIdx.x % WARP == 0)
+        to->state[0] = state;
+    barrier_arrive(ring_full(ring));
+}
+
+// Of all tiles of all items in turn, the numbers of those whose slot is `own`.
 template <int D, int SLOTS>
 static __device__ __forceinline__ void
-produce_all_numbers(const struct attention &op, const struct query_matrix &q,
-                    const struct attention_plan &plan, unsigned char *shared)
+produce_numbers(const struct attention &op, const struct query_matrix &q,
+                const struct attention_plan &plan, unsigned own, unsigned char *shared)
 {
     typedef struct layout<D, SLOTS> Layout;
     struct tile_ring<NUMBERS> ring =
         ring_make<NUMBERS>(shared_address(shared) + Layout::NUMBER_BARRIERS);
-    for (int turn = 0, index; (index = item_of_turn(turn)) < plan.items; turn++)
-        produce_numbers(op, q, plan, tile_of<KEYS>(op, plan, index), index % (int)op.kv_heads,
-                        (struct tile_numbers *)(shared + Layout::NUMBER), &ring);
+    struct tile_numbers *to = (struct tile_numbers *)(shared + Layout::NUMBER) + own;
+    for (int turn = 0, index; (index = item_of_turn(turn)) < plan.items; turn++) {
+        struct key_tile keys = tile_of<KEYS>(op, plan, index);
+        struct query_cursor cursor = cursor_make<KEYS>(op, q, plan, keys);
+        int tile;
+        do {
+            tile = cursor_next<KEYS>(&cursor, plan, keys);
+            if (ring.slot == own)
+                produce_tile_numbers(op, q, keys, index % (int)op.kv_heads, tile, to, ring);
+            ring_next(&ring);
+        } while (tile >= 0);
+    }
 }
 
 // Where a CTA's tiles are, as a warpgroup sees them: its own keys and values, and the rings.
@@ -245,14 +286,14 @@ static __global__ void HOPPER_BOUNDS dkv_kernel(struct attention op, struct quer
     typedef struct layout<D, SLOTS> Layout;
     extern __shared__ __align__(1024) unsigned char shared[];
     uint32_t base = shared_address(shared);
-    int warp = (int)threadIdx.x / WARP, group = warp / 4 - 1;
+    int warp = warp_of_cta(), group = warp / 4 - 1;
     prologue<D, SLOTS>(q, shared);
     if (warp < 4) {
         registers_give<HOPPER_REGISTERS - 2 * REGISTERS>();
         if (warp == 0)
             produce_tiles<D, SLOTS>(op, q, plan, maps, base);
-        else if (warp == 1)
-            produce_all_numbers<D, SLOTS>(op, q, plan, shared);
+        else
+            produce_numbers<D, SLOTS>(op, q, plan, (unsigned)warp - 1, shared);
         return;
     }
     registers_take<REGISTERS>();

@@ -13,9 +13,10 @@ struct attention_plan {
     int32_t items; // tiles of context keys and of block rows, for each key head
 };
 
+// Both bounds are looked at, so that they are loaded together.
 static __device__ __forceinline__ bool may_see(const struct span_bounds &b, int first, int keys)
 {
-    return b.begin < first + keys && b.end > first;
+    return (b.begin < first + keys) & (b.end > first);
 }
 
 struct attention_plan attention_plan_make(struct stream *stream, const struct attention *op,
@@ -135,21 +136,26 @@ static __device__ __forceinline__ void score_gradients(float (*p)[4], const floa
     }
 }
 
-// One row's gradients of a warp's keys: added in fp32, or written as bf16.
+// One row's gradients of a warp's keys: added in fp32, or written as bf16. What they are added to is loaded
+// before the first of it is stored, or each load would wait for the one before.
 template <int COLUMNS>
 static __device__ __forceinline__ void
 store_gradients(bool own, void *to, int64_t at, const float (*sum)[4], int half, float factor)
 {
+    constexpr int NT = COLUMNS / 8;
+    float2 before[NT];
     at += fragment_column();
 #pragma unroll
-    for (int n = 0; n < COLUMNS / 8; n++) {
+    for (int n = 0; n < NT; n++)
+        before[n] = own ? make_float2(0.0f, 0.0f) : *(const float2 *)((float *)to + at + n * 8);
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
         float x = sum[n][half * 2] * factor, y = sum[n][half * 2 + 1] * factor;
-        if (own) {
+        if (own)
             *(uint32_t *)((bf16_t *)to + at + n * 8) = pack(x, y);
-        } else {
-            float2 *element = (float2 *)((float *)to + at + n * 8);
-            *element = make_float2(element->x + x, element->y + y);
-        }
+        else
+            *(float2 *)((float *)to + at + n * 8) =
+                make_float2(__fadd_rn(before[n].x, x), __fadd_rn(before[n].y, y));
     }
 }
 

@@ -107,6 +107,13 @@ static __device__ __forceinline__ void sums_128(float *d, const uint32_t *a, uin
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
+// By all lanes. The compiler knows what comes from one lane to be the same in all, and keeps addresses of
+// factors that follow from it where products want them.
+static __device__ __forceinline__ int warp_of_cta(void)
+{
+    return __shfl_sync(~0u, (int)threadIdx.x / WARP, 0);
+}
+
 // Before the first product that reads registers written otherwise; after some; until at most `left` of
 // the last groups are under way.
 static __device__ __forceinline__ void products_fence(void)
