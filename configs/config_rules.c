@@ -201,6 +201,16 @@ static void check_eagle3(const struct check *c)
               "dpace weighs the slots of dflash blocks; eagle3 has loss.ttt_decay_base");
 }
 
+static void check_markov(const struct check *c)
+{
+    const struct config *config = c->config;
+    if (config->drafter.markov_rank > 0 && config->loss.slot_weight == SLOT_WEIGHT_DPACE)
+        FAULT(c, drafter, markov_rank,
+              "can not be trained with loss.slot_weight dpace: the head's gradient needs a slot's "
+              "weight while its logits are there, and dpace's follows from the whole block; take "
+              "exp or uniform, or a rank of 0");
+}
+
 static void check_memory(const struct check *c)
 {
     const char *limit = c->config->memory.limit;
@@ -276,6 +286,7 @@ void config_check_rules(const struct config *config, struct config_faults *fault
         check_dflash(&c);
     else
         check_eagle3(&c);
+    check_markov(&c);
     check_optimizer(&c);
     check_memory(&c);
     check_kernels(&c);

@@ -7,7 +7,7 @@ void dflash_begin_gradients(struct dflash *d, const struct backend *backend, str
 {
     const struct params *params = d->options.params;
     for (size_t i = 0; i < params->count; i++)
-        if (params->items[i].norm)
+        if (params->items[i].norm || drafter_is_markov(&params->items[i]))
             backend->zero(stream, d->options.grads + params->items[i].offset,
                           (size_t)params->items[i].count * sizeof(float));
     d->fresh_layers = d->fresh_fc = true;

@@ -35,6 +35,7 @@ static void take_widths(struct drafter_sizes *sizes, const struct drafter_config
     sizes->head_dim = given_or(config->head_dim, target->head_dim);
     sizes->intermediate = given_or(config->intermediate_size, target->intermediate_size);
     sizes->block_size = config->block_size;
+    sizes->markov_rank = config->markov_rank;
     sizes->mask_token_id = config->mask_token_id;
     sizes->predict_from_anchor = config->predict_from_anchor;
     sizes->eps = (float)given_or_real(config->rms_norm_eps, target->rms_norm_eps);
@@ -265,6 +266,19 @@ static void add_layer(const struct drafter_sizes *sizes, int64_t layer, int64_t 
     add_matrix(params, layer, "mlp.down_proj", hidden, sizes->intermediate, false);
 }
 
+bool drafter_is_markov(const struct param *param)
+{
+    return strcmp(param->name, MARKOV_W1) == 0 || strcmp(param->name, MARKOV_W2) == 0;
+}
+
+static void add_markov(const struct drafter_sizes *sizes, struct params *params)
+{
+    if (sizes->markov_rank == 0)
+        return;
+    params_add(params, MARKOV_W1, 2, sizes->vocab, sizes->markov_rank, false, false);
+    params_add(params, MARKOV_W2, 2, sizes->draft_vocab, sizes->markov_rank, false, false);
+}
+
 int dflash_context_part(int64_t layer)
 {
     return 1 + (int)layer;
@@ -275,12 +289,13 @@ int dflash_layer_part(int64_t layers, int64_t layer)
     return 1 + (int)layers + (int)layer;
 }
 
-static int part_of(const struct drafter_sizes *sizes, const char *name)
+static int part_of(const struct drafter_sizes *sizes, const struct param *param)
 {
     static const char *const of_context[] = {"k_proj", "v_proj", "k_norm"};
+    const char *name = param->name;
     int layers = (int)sizes->layers, layer;
     if (sscanf(name, "layers.%d.", &layer) != 1)
-        return strcmp(name, "norm.weight") == 0 ? 1 + 2 * layers : 0;
+        return strcmp(name, "norm.weight") == 0 || drafter_is_markov(param) ? 1 + 2 * layers : 0;
     for (size_t i = 0; i < sizeof(of_context) / sizeof(*of_context); i++)
         if (strstr(name, of_context[i]) != NULL)
             return dflash_context_part(layer);
@@ -295,8 +310,9 @@ void dflash_params(const struct drafter_sizes *sizes, struct params *params)
     for (int64_t i = 0; i < sizes->layers; i++)
         add_layer(sizes, i, hidden, params);
     params_add(params, "norm.weight", 1, hidden, 1, true, false);
+    add_markov(sizes, params);
     for (size_t i = 0; i < params->count; i++)
-        params->items[i].part = part_of(sizes, params->items[i].name);
+        params->items[i].part = part_of(sizes, &params->items[i]);
     params->parts = 2 + 2 * (int)sizes->layers;
 }
 
@@ -340,6 +356,7 @@ void eagle3_params(const struct drafter_sizes *sizes, struct params *params)
     params_add(params, "norm.weight", 1, hidden, 1, true, false);
     if (sizes->trainable_head)
         params_add(params, "lm_head.weight", 2, sizes->draft_vocab, hidden, false, false);
+    add_markov(sizes, params);
     for (size_t i = 0; i < params->count; i++)
         params->items[i].part = eagle3_part_of(sizes, params->items[i].name);
     params->parts = 2 + 2 * (int)sizes->layers;

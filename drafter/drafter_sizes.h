@@ -32,6 +32,7 @@ struct drafter_sizes {
     int64_t window;                   // of sliding layers
     bool sliding_causal;              // own block of sliding layers
     int window_origin;                // WINDOW_FROM_*
+    int64_t markov_rank;              // r; 0: no Markov head
     // eagle3
     int64_t ttt_steps;
     int64_t draft_vocab; // Vd; V without a map, and of dflash
@@ -45,17 +46,21 @@ struct drafter_sizes {
 int drafter_sizes_resolve(struct drafter_sizes *sizes, const struct drafter_config *config,
                           const struct target *target, const int64_t *layer_ids, int64_t features,
                           struct error *err);
-// The trainable tensors, by the names of the layout that servers read, and their parts (struct param).
+// The trainable tensors, by the names of the layout that servers read, and their parts (struct param). A Markov
+// head's two tables come last, under speculators' names: w1 [V, r] by target id, w2 [Vd, r].
 void drafter_params(const struct drafter_sizes *sizes, struct params *params);
+#define MARKOV_W1 "markov_head.markov_w1.weight"
+#define MARKOV_W2 "markov_head.markov_w2.weight"
+bool drafter_is_markov(const struct param *param);
 // Of DFlash, z-lab names: fc, hidden_norm, layers.*, norm. Their parts are numbered in the
 // order in which a row's forward pass reads them first: fc and hidden_norm; of each layer what makes the
-// context's keys and values; the rest of each layer; norm.
+// context's keys and values; the rest of each layer; norm and the Markov head.
 void dflash_params(const struct drafter_sizes *sizes, struct params *params);
 int dflash_context_part(int64_t layer);
 int dflash_layer_part(int64_t layers, int64_t layer);
 // Of EAGLE-3, names of the speculators layout: fc and its norms, layers.*, norm, lm_head where it is trained.
 // The first layer has 2 H columns in q, k and v, the embedding's first. Their parts: fc and its norms; of each
-// layer what makes queries, keys and values, then the rest; the final norm and lm_head.
+// layer what makes queries, keys and values, then the rest; the final norm and the heads.
 void eagle3_params(const struct drafter_sizes *sizes, struct params *params);
 int eagle3_keys_part(int64_t layer);
 int eagle3_rest_part(int64_t layer);

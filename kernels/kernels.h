@@ -32,6 +32,8 @@ extern "C" {
     X(gather_rows)                                                                                 \
     X(scatter_rows)                                                                                \
     X(add_rows)                                                                                    \
+    X(sum_rows)                                                                                    \
+    X(clear_rows)                                                                                  \
     X(context_load)                                                                                \
     X(attention_forward)                                                                           \
     X(attention_backward)                                                                          \

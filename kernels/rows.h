@@ -1,5 +1,5 @@
-// Moving rows: embedding look-up, picking hidden states by position, putting gradients back, and
-// picking planes of features. Outputs lie apart from all inputs.
+// Moving rows: embedding look-up, picking hidden states by position, putting gradients back, summing them
+// by token, and picking planes of features. Outputs lie apart from all inputs.
 #ifndef KERNELS_ROWS_H
 #define KERNELS_ROWS_H
 
@@ -45,6 +45,28 @@ struct add_rows {
     enum dtype in_type, out_type;
 };
 
+// out[index[s], :] += the sum of scale[r] * in[r, :] over the rows r = from[i] with begin[s] <= i <
+// begin[s + 1], in an order that follows from the segment alone. No index comes twice; other rows of out stay.
+struct sum_rows {
+    int64_t sums, width;  // segments; each has a row at least
+    const float *in;      // [in_rows, width], packed
+    const int32_t *from;  // [begin[sums]], each in [0, in_rows)
+    const int32_t *begin; // [sums + 1], begin[0] = 0, ascending
+    const int32_t *index; // [sums], each in [0, out_rows)
+    const float *scale;   // [in_rows]; a scale of 0 leaves a row out even where it is not finite
+    float *out;           // [out_rows, width], packed
+    int64_t in_rows, out_rows;
+};
+
+// x[r, :] = 0 where scale[r] is 0, whatever it was; other rows stay.
+struct clear_rows {
+    int64_t rows, width;
+    const float *scale; // [rows]
+    void *x;            // [rows, width], rows stride elements apart
+    int64_t stride;
+    enum dtype type;
+};
+
 enum noise_kind { NOISE_KIND_NONE, NOISE_KIND_NORMAL, NOISE_KIND_UNIFORM };
 
 // Context features of a row: out[t, l, :] = in[t, plane[l], :] + noise, where in is bf16, or e4m3 codes
@@ -70,10 +92,14 @@ struct context_load {
 typedef void gather_rows_fn(struct stream *stream, const struct gather_rows *op);
 typedef void scatter_rows_fn(struct stream *stream, const struct scatter_rows *op);
 typedef void add_rows_fn(struct stream *stream, const struct add_rows *op);
+typedef void sum_rows_fn(struct stream *stream, const struct sum_rows *op);
+typedef void clear_rows_fn(struct stream *stream, const struct clear_rows *op);
 typedef void context_load_fn(struct stream *stream, const struct context_load *op);
 gather_rows_fn gather_rows_cpu, gather_rows_cuda;
 scatter_rows_fn scatter_rows_cpu, scatter_rows_cuda;
 add_rows_fn add_rows_cpu, add_rows_cuda;
+sum_rows_fn sum_rows_cpu, sum_rows_cuda;
+clear_rows_fn clear_rows_cpu, clear_rows_cuda;
 context_load_fn context_load_cpu, context_load_cuda;
 
 #ifdef __cplusplus

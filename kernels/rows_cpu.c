@@ -1,4 +1,4 @@
-// Owns moving rows on the CPU: gather, scatter, add, loading context features.
+// Owns moving rows on the CPU: gather, scatter, add, sum, clear, loading context features.
 #include "kernels/rows.h"
 
 #include "base/e4m3.h"
@@ -77,6 +77,44 @@ void add_rows_cpu(struct stream *stream, const struct add_rows *op)
         add_row(row_of(op->out, op->out_type, to, op->out_stride), op->out_type,
                 row_at(op->in, op->in_type, row, op->width), op->in_type, op->width);
     }
+}
+
+// One segment, a piece of its columns at a time.
+static void sum_segment(const struct sum_rows *op, int64_t s)
+{
+    float *out = op->out + op->index[s] * op->width;
+    for (int64_t first = 0; first < op->width; first += PIECE) {
+        float sum[PIECE] = {0};
+        int64_t n = min_i64(PIECE, op->width - first);
+        for (int32_t i = op->begin[s]; i < op->begin[s + 1]; i++) {
+            int64_t row = op->from[i];
+            float scale = op->scale[row];
+            BUG_UNLESS(row >= 0 && row < op->in_rows);
+            for (int64_t c = 0; c < n && scale != 0.0f; c++)
+                sum[c] += scale * op->in[row * op->width + first + c];
+        }
+        for (int64_t c = 0; c < n; c++)
+            out[first + c] += sum[c];
+    }
+}
+
+void sum_rows_cpu(struct stream *stream, const struct sum_rows *op)
+{
+#pragma omp parallel for num_threads(team(stream, op->sums * op->width)) schedule(static)
+    for (int64_t s = 0; s < op->sums; s++) {
+        BUG_UNLESS(op->index[s] >= 0 && op->index[s] < op->out_rows);
+        sum_segment(op, s);
+    }
+}
+
+void clear_rows_cpu(struct stream *stream, const struct clear_rows *op)
+{
+    (void)stream; // few rows are cleared
+    size_t size = dtype_size(op->type);
+    for (int64_t row = 0; row < op->rows; row++)
+        if (op->scale[row] == 0.0f)
+            memset((unsigned char *)op->x + (size_t)(row * op->stride) * size, 0,
+                   (size_t)op->width * size);
 }
 
 static void add_noise(float *piece, const struct context_load *op, struct rng_key key,

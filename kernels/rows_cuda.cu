@@ -1,4 +1,4 @@
-// Owns moving rows on CUDA: gather, scatter, add, loading context features.
+// Owns moving rows on CUDA: gather, scatter, add, sum, clear, loading context features.
 #include "kernels/rows.h"
 
 #include <string.h>
@@ -9,6 +9,7 @@
 enum {
     MOST_THREADS = 512, // of a row
     TOGETHER = 4,       // packs of a thread that are on their way at a time
+    SUM_WARPS = 8,      // that share the rows of a sum
     MAX_LAYERS = 256
 };
 
@@ -218,6 +219,84 @@ void add_rows_cuda(struct stream *stream, const struct add_rows *op)
         add_launch<float, bf16_t>(stream, op);
     else
         add_launch<float, float>(stream, op);
+}
+
+// Columns [WARP * N * blockIdx.y, ...) of segment blockIdx.x: warp w sums the rows begin + w, + SUM_WARPS, ...
+// and the warps' sums are added in their order.
+template <int N>
+static __global__ void __launch_bounds__(WARP *SUM_WARPS) sum_kernel(struct sum_rows op)
+{
+    __shared__ float part[SUM_WARPS][WARP * N];
+    int64_t segment = blockIdx.x, to = op.index[segment];
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    int64_t column = ((int64_t)blockIdx.y * WARP + lane) * N;
+    float sum[N] = {0.0f};
+    bug_unless(to >= 0 && to < op.out_rows);
+    for (int32_t i = op.begin[segment] + warp; i < op.begin[segment + 1]; i += SUM_WARPS) {
+        int64_t row = op.from[i];
+        bug_unless(row >= 0 && row < op.in_rows);
+        float scale = op.scale[row];
+        if (scale == 0.0f || column >= op.width)
+            continue;
+        struct pack<float, N> in = pack_load<N>(op.in + row * op.width + column);
+#pragma unroll
+        for (int c = 0; c < N; c++)
+            sum[c] += scale * pack_value(in, c);
+    }
+#pragma unroll
+    for (int c = 0; c < N; c++)
+        part[warp][lane * N + c] = sum[c];
+    __syncthreads();
+    if (warp != 0 || column >= op.width)
+        return;
+    for (int w = 1; w < SUM_WARPS; w++)
+#pragma unroll
+        for (int c = 0; c < N; c++)
+            sum[c] += part[w][lane * N + c];
+    float *out = op.out + to * op.width + column;
+#pragma unroll
+    for (int c = 0; c < N; c++)
+        sum[c] += out[c];
+    store_values<N>(out, sum);
+}
+
+template <int N> static void sum_launch(struct stream *stream, const struct sum_rows *op)
+{
+    dim3 grid(grid_size(op->sums), grid_size(divide_up(op->width, WARP * N)));
+    sum_kernel<N><<<grid, WARP * SUM_WARPS, 0, stream->cuda>>>(*op);
+    launch_check();
+}
+
+// One CTA a segment and slice of columns.
+void sum_rows_cuda(struct stream *stream, const struct sum_rows *op)
+{
+    enum { N = pack_of<float, float>::N };
+    if (op->sums == 0 || op->width == 0)
+        return;
+    if (in_packs(op->in, op->out, op->width, op->width, N))
+        sum_launch<N>(stream, op);
+    else
+        sum_launch<1>(stream, op);
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(MOST_THREADS) clear_kernel(struct clear_rows op)
+{
+    if (op.scale[blockIdx.x] == 0.0f)
+        zero_row<1>((T *)op.x + blockIdx.x * op.stride, op.width);
+}
+
+// One CTA a row; nearly all have nothing to do.
+void clear_rows_cuda(struct stream *stream, const struct clear_rows *op)
+{
+    if (op->rows == 0 || op->width == 0)
+        return;
+    unsigned grid = grid_size(op->rows);
+    if (is_bf16(op->type))
+        clear_kernel<bf16_t><<<grid, MOST_THREADS, 0, stream->cuda>>>(*op);
+    else
+        clear_kernel<float><<<grid, MOST_THREADS, 0, stream->cuda>>>(*op);
+    launch_check();
 }
 
 // The draws of base/rng.h on the device.

@@ -112,12 +112,26 @@ void loss_full_results(struct loss *loss, const struct backend *backend, struct 
                                                         .scale = loss->scale + chunk->first});
 }
 
-// dW += G^T (weight * S), where the softmax left G in the rows of the logits.
+void loss_clear_masked(struct loss *loss, const struct backend *backend, struct stream *stream,
+                       const struct loss_chunk *chunk)
+{
+    const struct loss_options *o = &loss->options;
+    int64_t ratio = (int64_t)(dtype_size(o->logits) / dtype_size(o->compute));
+    if (!loss_has_map(loss) || !o->map.mask_outside)
+        return;
+    backend->kernels->clear_rows(stream, &(struct clear_rows){.rows = chunk->rows,
+                                                              .width = loss->width,
+                                                              .scale = loss->scale + chunk->first,
+                                                              .x = loss->logits,
+                                                              .stride = loss->width * ratio,
+                                                              .type = o->compute});
+}
+
+// dW += G^T (weight * S)
 void loss_head_gradient(struct loss *loss, const struct backend *backend, struct stream *stream,
                         const struct loss_group *group, const struct loss_chunk *chunk)
 {
     const struct loss_options *o = &loss->options;
-    int64_t ratio = (int64_t)(dtype_size(o->logits) / dtype_size(o->compute));
     backend->kernels->gather_rows(
         stream,
         &(struct gather_rows){.rows = chunk->rows,
@@ -131,19 +145,8 @@ void loss_head_gradient(struct loss *loss, const struct backend *backend, struct
                               .scale = 1.0f,
                               .row_scale = loss->scale + chunk->first,
                               .out = loss->student});
-    backend->kernels->gemm(stream, &(struct gemm){.m = loss->width,
-                                                  .n = o->hidden,
-                                                  .k = chunk->rows,
-                                                  .transpose_a = true,
-                                                  .alpha = o->logit_scale,
-                                                  .beta = 1.0f,
-                                                  .a = loss->logits,
-                                                  .lda = loss->width * ratio,
-                                                  .b = loss->student,
-                                                  .c = o->dhead,
-                                                  .a_type = o->compute,
-                                                  .b_type = o->compute,
-                                                  .c_type = DTYPE_F32});
+    loss_weight_gradient(loss, backend, stream, chunk, loss->student, o->hidden, o->logit_scale,
+                         o->dhead);
 }
 
 static int32_t target_id(const struct loss *loss, int32_t column)

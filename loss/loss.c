@@ -1,5 +1,5 @@
 // Owns the chunked loss of an anchor group: order of rows, chunks, teacher rows, slot weights. What a
-// draft vocabulary and a trainable head add is draft_vocab.c's.
+// draft vocabulary and a trainable head add is draft_vocab.c's, what a Markov head adds markov.c's.
 #include <stdlib.h>
 
 #include "base/log.h"
@@ -41,6 +41,7 @@ void loss_plan(struct loss *loss, const struct loss_options *options, struct are
         loss->full_argmax = arena_take(arena, "loss", "full_argmax", DTYPE_I32, rows, 1, 1);
         loss->full_overlap = arena_take(arena, "loss", "full_overlap", DTYPE_F32, rows, 1, 1);
     }
+    loss_markov_plan(loss, arena);
 }
 
 void loss_open(struct loss *loss, const struct backend *backend)
@@ -58,6 +59,7 @@ void loss_open(struct loss *loss, const struct backend *backend)
         loss->h_full_argmax = backend->host_alloc(rows * sizeof(*loss->h_full_argmax));
         loss->h_full_overlap = backend->host_alloc(rows * sizeof(*loss->h_full_overlap));
     }
+    loss_markov_open(loss);
 }
 
 void loss_close(struct loss *loss)
@@ -75,6 +77,7 @@ void loss_close(struct loss *loss)
         loss->backend->host_free(loss->h_full_argmax);
         loss->backend->host_free(loss->h_full_overlap);
     }
+    loss_markov_close(loss);
 }
 
 void slot_results_open(struct slot_results *results, int64_t slots)
@@ -200,6 +203,7 @@ static void chunks_make(struct loss *loss, const struct backend *backend, struct
     }
     backend->copy_in(stream, loss->index, loss->h_index,
                      (size_t)group->slot_count * INDICES * sizeof(*loss->index));
+    loss_markov_index(loss, backend, stream, group);
 }
 
 static void teacher_states(struct loss *loss, const struct backend *backend, struct stream *stream,
@@ -267,32 +271,32 @@ static void chunk_softmax(struct loss *loss, const struct backend *backend, stru
 // C = [rows, H] has so few tiles that a GPU's last round of them is mostly idle: so the vocabulary is cut
 // into parts that each make a whole number of 16-byte accesses. Their sums lie in the half of a row of
 // logits that its gradient leaves free. The number of parts follows from the model's sizes alone.
-static int64_t gradient_parts(const struct loss_options *o, int64_t width)
+static int64_t gradient_parts(const struct loss_options *o, int64_t width, int64_t columns)
 {
     int64_t parts = MOST_PARTS;
     if (dtype_size(o->logits) != 2 * dtype_size(o->compute))
         return 1;
-    while (parts > 1 && (width % (8 * parts) != 0 || width / parts < LEAST_PART ||
-                         parts * o->hidden > width / 2))
+    while (parts > 1 &&
+           (width % (8 * parts) != 0 || width / parts < LEAST_PART || parts * columns > width / 2))
         parts /= 2;
     return parts;
 }
 
-// dS = G W, where the softmax left G in the rows of the logits.
-static void chunk_gradient(struct loss *loss, const struct backend *backend, struct stream *stream,
-                           const struct loss_chunk *chunk)
+void loss_input_gradient(struct loss *loss, const struct backend *backend, struct stream *stream,
+                         const struct loss_chunk *chunk, const void *matrix, int64_t columns,
+                         float alpha, float *out)
 {
     const struct loss_options *o = &loss->options;
     size_t ratio = dtype_size(o->logits) / dtype_size(o->compute);
-    int64_t parts = gradient_parts(o, loss->width);
+    int64_t parts = gradient_parts(o, loss->width, columns);
     struct gemm product = {.m = chunk->rows,
-                           .n = o->hidden,
+                           .n = columns,
                            .k = loss->width,
-                           .alpha = o->logit_scale,
+                           .alpha = alpha,
                            .a = loss->logits,
                            .lda = loss->width * (int64_t)ratio,
-                           .b = loss_student_head(loss),
-                           .c = loss->gradient + chunk->first * o->hidden,
+                           .b = matrix,
+                           .c = out,
                            .a_type = o->compute,
                            .b_type = o->compute,
                            .c_type = DTYPE_F32,
@@ -302,6 +306,27 @@ static void chunk_gradient(struct loss *loss, const struct backend *backend, str
         product.part_stride = loss->width;
     }
     backend->kernels->gemm(stream, &product);
+}
+
+void loss_weight_gradient(struct loss *loss, const struct backend *backend, struct stream *stream,
+                          const struct loss_chunk *chunk, const void *in, int64_t columns,
+                          float alpha, float *out)
+{
+    const struct loss_options *o = &loss->options;
+    int64_t ratio = (int64_t)(dtype_size(o->logits) / dtype_size(o->compute));
+    backend->kernels->gemm(stream, &(struct gemm){.m = loss->width,
+                                                  .n = columns,
+                                                  .k = chunk->rows,
+                                                  .transpose_a = true,
+                                                  .alpha = alpha,
+                                                  .beta = 1.0f,
+                                                  .a = loss->logits,
+                                                  .lda = loss->width * ratio,
+                                                  .b = in,
+                                                  .c = out,
+                                                  .a_type = o->compute,
+                                                  .b_type = o->compute,
+                                                  .c_type = DTYPE_F32});
 }
 
 static void student_logits(struct loss *loss, const struct backend *backend, struct stream *stream,
@@ -321,6 +346,14 @@ static void student_logits(struct loss *loss, const struct backend *backend, str
                                                                 .out = loss->student});
     loss_product(loss, backend, stream, chunk->rows, loss->student, loss_student_head(loss),
                  loss->width, loss->logits);
+    if (loss_has_markov(loss))
+        loss_markov_logits(loss, backend, stream, chunk);
+}
+
+// Whether G is multiplied with what the slots' weights are already in.
+static bool sums_over_rows(const struct loss *loss)
+{
+    return loss->options.dhead != NULL || loss->options.markov.dw2 != NULL;
 }
 
 static void chunk_run(struct loss *loss, const struct backend *backend, struct stream *stream,
@@ -343,9 +376,14 @@ static void chunk_run(struct loss *loss, const struct backend *backend, struct s
     chunk_softmax(loss, backend, stream, group, chunk, teacher);
     if (group->dhidden == NULL)
         return;
-    chunk_gradient(loss, backend, stream, chunk);
+    if (sums_over_rows(loss))
+        loss_clear_masked(loss, backend, stream, chunk);
+    loss_input_gradient(loss, backend, stream, chunk, loss_student_head(loss), o->hidden,
+                        o->logit_scale, loss->gradient + chunk->first * o->hidden);
     if (o->dhead != NULL)
         loss_head_gradient(loss, backend, stream, group, chunk);
+    if (o->markov.dw2 != NULL)
+        loss_markov_gradient(loss, backend, stream, chunk);
 }
 
 // Statistics on their way to the host. What follows on the stream waits for them: it may overwrite them.
@@ -440,7 +478,7 @@ bool loss_group_queue(struct loss *loss, const struct backend *backend, struct s
             (long long)o->group_rows);
     chunks_make(loss, backend, stream, group);
     bool scaled = group->dhidden != NULL && !weights_follow_losses(loss);
-    BUG_UNLESS(scaled || group->dhidden == NULL || loss->options.dhead == NULL);
+    BUG_UNLESS(scaled || group->dhidden == NULL || !sums_over_rows(loss));
     for (int64_t i = 0; i < group->slot_count && scaled; i++)
         loss->h_scale[i] = loss_slot_weight(loss, &group->slots[loss->order[i].slot]);
     if (scaled)
@@ -452,6 +490,8 @@ bool loss_group_queue(struct loss *loss, const struct backend *backend, struct s
     }
     if (scaled)
         scale_gradient(loss, backend, stream, group);
+    if (scaled && loss->options.markov.dw1 != NULL)
+        loss_markov_sums(loss, backend, stream, group);
     send_results(loss, backend, stream, group->slot_count);
     return !weights_follow_losses(loss);
 }

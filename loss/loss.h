@@ -24,6 +24,16 @@ struct loss_vocab {
     bool mask_outside;
 };
 
+// A Markov head: the logits of a slot get w2 times the row of w1 of the token in front of the one that it
+// predicts, a target id.
+struct loss_markov {
+    int64_t rank;   // r; 0: there is none
+    const void *w1; // [V, r] compute dtype, backend memory
+    const void *w2; // [Vd or V, r]
+    float *dw1;     // [V, r] fp32: its gradient is added here; NULL: it is not trained
+    float *dw2;     // [Vd or V, r] likewise
+};
+
 struct loss_options {
     const struct loss_config *config;
     int64_t hidden, vocab; // H, V
@@ -44,6 +54,7 @@ struct loss_options {
     // [Vd or V, H] compute dtype, backend memory: the student's head. NULL: the first rows of `head`.
     const void *student_head;
     float *dhead; // [Vd or V, H] fp32: its gradient is added here; NULL: it is frozen
+    struct loss_markov markov;
 };
 
 struct loss {
@@ -62,12 +73,19 @@ struct loss {
     float *full_lse;      // [chunk_rows] distinct teachers of the chunk
     int32_t *full_argmax; // [slot_count] column; distinct teachers of a chunk from its first row on
     float *full_overlap;  // [slot_count]
+    // with a Markov head, else NULL
+    void *previous;       // [most students of a chunk, r] rows of w1
+    float *dprevious;     // [group_rows, r] their unweighted gradient, in sorted order
+    int32_t *token_index; // markov.c's
     // host memory, from the backend where it is copied to or from
     const struct backend *backend;
-    struct loss_order *order;  // [group_rows] private
-    struct loss_chunk *chunks; // [group_rows] private
-    int64_t width;             // of a student's logits: V, or Vd of a map
-    int32_t *h_index;          // as index, stats, argmax and scale
+    struct loss_order *order;    // [group_rows] private
+    struct loss_chunk *chunks;   // [group_rows] private
+    struct loss_token *by_token; // [group_rows] private; these two only with a Markov head
+    int32_t *h_token_index;      // as token_index
+    int64_t token_count;         // distinct ones of the running group
+    int64_t width;               // of a student's logits: V, or Vd of a map
+    int32_t *h_index;            // as index, stats, argmax and scale
     float *h_stats;
     int32_t *h_argmax;
     float *h_scale;
@@ -90,6 +108,7 @@ struct loss_group {
         *last; // the row's last hidden states, as read: [T, H], last_stride apart; NULL: none
     int64_t last_stride;
     int64_t tokens;
+    const int32_t *input_ids; // [T] host: of the row; unread without a Markov head
     const struct slot *slots; // of the group's blocks, from slots_make
     int64_t slot_count;
     void *dhidden; // [N, H] gradient times slot weight, rows without a slot 0; NULL: no gradient

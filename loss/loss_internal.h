@@ -1,4 +1,4 @@
-// What the chunked loss and its draft vocabulary share.
+// What the chunked loss, its draft vocabulary and its Markov head share.
 #ifndef LOSS_LOSS_INTERNAL_H
 #define LOSS_LOSS_INTERNAL_H
 
@@ -7,6 +7,11 @@
 struct loss_order {
     int32_t teacher_row; // position in the packed row
     int32_t slot;        // index into the group's slots
+};
+
+// A sorted row and the token in front of what it predicts.
+struct loss_token {
+    int32_t token, row;
 };
 
 // Sorted rows [first, first + rows) and their distinct teacher positions.
@@ -53,5 +58,33 @@ void loss_head_gradient(struct loss *loss, const struct backend *backend, struct
 // Results of draft ids become those of target ids.
 void loss_map_results(const struct loss *loss, const struct loss_group *group,
                       struct slot_results *results);
+
+// out [rows, columns] fp32 = alpha G times the first columns' matrix [width, columns], where the softmax left G
+// in the rows of the logits.
+void loss_input_gradient(struct loss *loss, const struct backend *backend, struct stream *stream,
+                         const struct loss_chunk *chunk, const void *matrix, int64_t columns,
+                         float alpha, float *out);
+// out [width, columns] fp32 += alpha G^T times in [rows, columns].
+void loss_weight_gradient(struct loss *loss, const struct backend *backend, struct stream *stream,
+                          const struct loss_chunk *chunk, const void *in, int64_t columns,
+                          float alpha, float *out);
+// Rows of G whose slot is masked become 0, so that one that is not finite adds nothing to a sum over rows.
+void loss_clear_masked(struct loss *loss, const struct backend *backend, struct stream *stream,
+                       const struct loss_chunk *chunk);
+
+// A Markov head. The index: once a group. The logits: on top of the student's. The gradient: dw2, and what
+// the sums, once a group, take for dw1.
+bool loss_has_markov(const struct loss *loss);
+void loss_markov_plan(struct loss *loss, struct arena *arena);
+void loss_markov_open(struct loss *loss);
+void loss_markov_close(struct loss *loss);
+void loss_markov_index(struct loss *loss, const struct backend *backend, struct stream *stream,
+                       const struct loss_group *group);
+void loss_markov_logits(struct loss *loss, const struct backend *backend, struct stream *stream,
+                        const struct loss_chunk *chunk);
+void loss_markov_gradient(struct loss *loss, const struct backend *backend, struct stream *stream,
+                          const struct loss_chunk *chunk);
+void loss_markov_sums(struct loss *loss, const struct backend *backend, struct stream *stream,
+                      const struct loss_group *group);
 
 #endif

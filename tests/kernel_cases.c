@@ -224,6 +224,16 @@ const struct kernel_case kernel_cases[] = {
     {"add_rows", {9, 6144, 21}, DTYPE_BF16, CASE_STRIDED, 2906, ROUND_BF16},
     {"add_rows", {9, 264, 9}, DTYPE_BF16, CASE_UNALIGNED, 2907, ROUND_BF16},
 
+    {"sum_rows", {1, 1, 1, 1}, DTYPE_F32, 0, 2910, ROW_F32},
+    {"sum_rows", {7, 513, 3, 15}, DTYPE_F32, 0, 2911, ROW_F32},
+    {"sum_rows", {61, 29, 29, 29}, DTYPE_F32, CASE_SCALED | CASE_NOT_FINITE, 2912, ROW_F32},
+    {"sum_rows", {1031, 256, 300, 4096}, DTYPE_F32, CASE_SCALED, 2913, SUM_F32(24)},
+    {"sum_rows", {97, 264, 5, 7}, DTYPE_F32, CASE_SCALED | CASE_UNALIGNED, 2914, SUM_F32(8)},
+
+    {"clear_rows", {1, 1}, DTYPE_F32, 0, 2920, EXACT},
+    {"clear_rows", {7, 513}, DTYPE_F32, CASE_NOT_FINITE, 2921, EXACT},
+    {"clear_rows", {61, 4104}, DTYPE_BF16, CASE_STRIDED | CASE_NOT_FINITE, 2922, EXACT},
+
     {"context_load", {1, 1, 1, 1}, DTYPE_F32, 0, 110, EXACT},
     {"context_load", {23, 4, 3, 513}, DTYPE_F32, 0, 111, EXACT},
     {"context_load", {23, 4, 3, 17}, DTYPE_F32, CASE_NORMAL | CASE_BLANK, 112, NOISE},

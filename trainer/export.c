@@ -118,6 +118,12 @@ void export_add_layers(cJSON *object, const struct drafter_sizes *sizes)
     add_layer_types(object, sizes);
 }
 
+void export_add_markov(cJSON *object, const struct drafter_sizes *sizes)
+{
+    if (sizes->markov_rank > 0)
+        json_add_int(object, "markov_rank", sizes->markov_rank);
+}
+
 // What servers do not know but a reader of the checkpoint must: only where it differs from serving.
 static void add_unservable(cJSON *object, const struct drafter_sizes *sizes)
 {
@@ -127,6 +133,7 @@ static void add_unservable(cJSON *object, const struct drafter_sizes *sizes)
         cJSON_AddTrueToObject(object, "sliding_window_non_causal");
     if (export_any_sliding(sizes) && sizes->window_origin != WINDOW_FROM_QUERY)
         cJSON_AddStringToObject(object, "window_origin", "anchor");
+    export_add_markov(object, sizes);
 }
 
 static cJSON *make_config(const struct drafter_sizes *sizes, const struct target *target)

@@ -48,7 +48,8 @@ static void served_sizes(struct source *source)
                                            .mask_token_id = config->mask_token_id,
                                            .norm_before_residual = config->norm_before_residual,
                                            .norm_before_fc = config->norm_before_fc,
-                                           .fc_norm = config->fc_norm};
+                                           .fc_norm = config->fc_norm,
+                                           .markov_rank = config->markov_rank};
     for (size_t i = 0; i < config->layer_types.count && i < DRAFTER_MAX_LAYERS; i++)
         source->sizes.sliding[i] = strcmp(config->layer_types.items[i], "sliding_attention") == 0;
 }

@@ -129,6 +129,7 @@ cJSON *export_specforge_config(const struct drafter_sizes *sizes, const struct t
         json_add_real(object, "embed_scale", (double)target->embed_scale);
     if (target->logit_scale != 1.0f)
         json_add_real(object, "logit_scale", (double)target->logit_scale);
+    export_add_markov(object, sizes);
     export_add_layers(object, sizes);
     cJSON_AddFalseToObject(object, "tie_word_embeddings");
     cJSON_AddStringToObject(object, "dtype", "bfloat16");

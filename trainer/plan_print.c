@@ -58,6 +58,8 @@ static void print_model(const struct plan_report *r, FILE *out)
                 s->trainable_head ? "trained" : "frozen", plan_number(s->draft_vocab, a));
     else
         fprintf(out, "blocks of %lld: ", (long long)s->block_size);
+    if (s->markov_rank > 0)
+        fprintf(out, "a Markov head of rank %lld, ", (long long)s->markov_rank);
     fprintf(out, "%.1f M parameters, computed in %s\n", (double)r->plan->params.trainable * 1e-6,
             r->plan->execution.compute);
     fprintf(out, "rows      %lld a step, %s tokens of %lld planes (%s bytes a token)\n",

@@ -101,8 +101,9 @@ static void count_loss(struct plan_work *w, const struct plan *plan,
 {
     const struct drafter_sizes *s = &plan->sizes;
     double token = 2.0 * (double)s->hidden, student = w->scored * token * (double)s->draft_vocab;
-    w->student = student;
-    w->gradient = s->trainable_head ? 2.0 * student : student;
+    double markov = w->scored * 2.0 * (double)(s->markov_rank * s->draft_vocab);
+    w->student = student + markov;
+    w->gradient = (s->trainable_head ? 2.0 * student : student) + 2.0 * markov;
     w->teacher = subject->last_plane >= 0 ? w->teachers * token * (double)s->vocab : 0.0;
 }
 

@@ -11,7 +11,11 @@ struct row_work row_work_of(const struct drafter_sizes *sizes, const struct para
     double layers = (double)sizes->layers, hidden = (double)sizes->hidden;
     double kv = (double)(sizes->kv_heads * sizes->head_dim);
     double q = (double)(sizes->heads * sizes->head_dim), fc = 0.0, all = 0.0;
+    // A Markov head's rows of w1 are looked up; w2 is multiplied with once a slot, like the head.
+    double markov = (double)(sizes->markov_rank * sizes->draft_vocab);
     for (size_t i = 0; i < params->count; i++) {
+        if (drafter_is_markov(&params->items[i]))
+            continue;
         all += (double)params->items[i].count;
         fc += params->items[i].part == 0 ? (double)params->items[i].count : 0.0;
     }
@@ -19,14 +23,14 @@ struct row_work row_work_of(const struct drafter_sizes *sizes, const struct para
         DRAFTER_EAGLE3) { // the head, and the embedding's half of the first layer, which comes once a token
         double half = hidden * (q + 2.0 * kv), head = hidden * (double)sizes->draft_vocab;
         double step = all - fc - half - (sizes->trainable_head ? head : 0.0);
-        double block = (double)sizes->block_size * (6.0 * step + 4.0 * head);
+        double block = (double)sizes->block_size * (6.0 * step + 4.0 * head + 6.0 * markov);
         return (struct row_work){.token = 6.0 * (fc + half + layers * 2.0 * kv * hidden),
                                  .block = block + 2.0 * hidden * (double)sizes->vocab,
                                  .visible = 14.0 * layers * q * (double)sizes->block_size};
     }
     // Forward and backward of a product are 6 operations a weight; student logits, their gradient and at
     // most as many teacher logits are 6 for each value of the head.
-    double row = 6.0 * (all - fc) + 6.0 * hidden * (double)sizes->vocab;
+    double row = 6.0 * (all - fc + markov) + 6.0 * hidden * (double)sizes->vocab;
     return (struct row_work){.token = 6.0 * (fc + layers * 2.0 * kv * hidden),
                              .block = row * (double)sizes->block_size,
                              .visible = 14.0 * layers * q * (double)sizes->block_size};

@@ -110,7 +110,16 @@ static const float *norms_of(const struct step *step)
     return ownership_shared(step->setup.ownership) ? step->weights : step->master;
 }
 
-// The draft vocabulary, and the head that is trained, where there are such.
+// Weights of a parameter that the loss reads, and where its gradient is added.
+static const void *trained_table(const struct step *step, const char *name, float **grad)
+{
+    const struct step_setup *s = &step->setup;
+    const struct param *param = params_find(s->params, name);
+    *grad = s->training ? step->grads + param->offset : NULL;
+    return (unsigned char *)step->weights + (size_t)param->offset * dtype_size(compute_type(s));
+}
+
+// The draft vocabulary, and the heads that are trained, where there are such.
 static void plan_student(const struct step *step, struct loss_options *loss)
 {
     const struct step_setup *s = &step->setup;
@@ -122,13 +131,13 @@ static void plan_student(const struct step *step, struct loss_options *loss)
             .draft_of = s->map != NULL ? s->map->draft_ids : NULL,
             .mask_outside = s->config->loss.out_of_vocab == OUT_OF_VOCAB_MASKED,
         };
-    const struct param *head =
-        s->sizes->trainable_head ? params_find(s->params, "lm_head.weight") : NULL;
-    if (head == NULL)
+    if (s->sizes->trainable_head)
+        loss->student_head = trained_table(step, "lm_head.weight", &loss->dhead);
+    if (s->sizes->markov_rank == 0)
         return;
-    loss->student_head =
-        (unsigned char *)step->weights + (size_t)head->offset * dtype_size(compute_type(s));
-    loss->dhead = s->training ? step->grads + head->offset : NULL;
+    loss->markov.rank = s->sizes->markov_rank;
+    loss->markov.w1 = trained_table(step, MARKOV_W1, &loss->markov.dw1);
+    loss->markov.w2 = trained_table(step, MARKOV_W2, &loss->markov.dw2);
 }
 
 static void plan_model(struct step *step, struct arena *arena)
@@ -373,6 +382,7 @@ static void run_group(struct step *step, const struct row *row, int64_t first, i
                                .last = step_last_hidden(step, row),
                                .last_stride = row->features.stride,
                                .tokens = row->tokens,
+                               .input_ids = row->input_ids,
                                .slots = step->slots,
                                .slot_count = slots,
                                .dhidden = gradient ? drafter_group_gradient(&step->drafter) : NULL};

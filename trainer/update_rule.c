@@ -4,10 +4,12 @@
 #include <math.h>
 #include <string.h>
 
+#include "drafter/drafter_sizes.h"
+
 static bool is_table(const struct param *param)
 {
     return strcmp(param->name, "embed_tokens.weight") == 0 ||
-           strcmp(param->name, "lm_head.weight") == 0;
+           strcmp(param->name, "lm_head.weight") == 0 || drafter_is_markov(param);
 }
 
 bool update_is_muon(const struct optimizer_config *optimizer, const struct param *param)

@@ -189,7 +189,7 @@ class Eagle3Step(Step):
         chain = chain_forward(self.params, self.shape, self.rows[r], self.target.embed)
         return chain[places[:, 0], places[:, 1]]
 
-    def _student_logits(self, hidden):
+    def _head_logits(self, hidden):
         if self.shape.trainable_head:
             return hidden @ self.params["lm_head.weight"].T
         return hidden @ self.target.head[self.kept].T
@@ -206,7 +206,7 @@ class Eagle3Step(Step):
         return total
 
     def _look_at(self, m, hidden):
-        student, full = self._student_logits(hidden), self._teacher_logits(m.tolist())
+        student, full = self._student_logits(m, hidden), self._teacher_logits(m.tolist())
         teacher = None if full is None else full[:, self.kept]
         self.slot_loss[m] = self._losses(m, student, teacher)
         self.student_lse[m] = student.logsumexp(-1)
@@ -224,7 +224,7 @@ class Eagle3Step(Step):
         self._total()
 
     def _loss_backward(self, m, hidden):
-        student, full = self._student_logits(hidden), self._teacher_logits(m.tolist())
+        student, full = self._student_logits(m, hidden), self._teacher_logits(m.tolist())
         losses = self._losses(m, student, None if full is None else full[:, self.kept])
         ((self.weight[m] * losses).sum() / self.divisor).backward()
 

@@ -364,4 +364,63 @@ CASES |= {
         },
         "rows": MANY,
     },
+    "markov": {
+        "config": {
+            "loss": {"kl": 1.0},
+            "drafter": {"markov_rank": 5},
+            "optimizer": {"weight_decay": 0.1, "grad_clip": 0.05},
+        },
+        "rows": TWO_ROWS,
+        "step": 3,
+    },
+    "markov_from_anchor": {
+        "config": {
+            "loss": {"ce_teacher": 0.1, "tv": 0.9, "slot_mask": "each"},
+            "drafter": {
+                "predict_from_anchor": True,
+                "block_size": 5,
+                "markov_rank": 8,
+                "layer_types": MIXED,
+                "sliding_window": 8,
+            },
+            "optimizer": {
+                "kind": "muon",
+                "muon_lr": 0.02,
+                "muon_momentum": 0.9,
+                "muon_ns_steps": 5,
+                "muon_scale": "adamw_rms",
+            },
+        },
+        "rows": LONG,
+        "last_hidden": "pre_norm",
+        "untied": True,
+    },
+    "eagle3_markov": {
+        "config": {
+            "loss": {"js": 1.0, "ce_data": 0.3, "mask_index": "feature"},
+            "drafter": {"kind": "eagle3", "ttt_steps": 3, "markov_rank": 4, "norm_output": True},
+        },
+        "rows": MANY,
+        "step": 2,
+    },
+    "eagle3_markov_vocabulary": {
+        "config": {
+            "loss": {"kl": 1.0, "ce_data": 0.2},
+            "drafter": {"kind": "eagle3", "lm_head": "trainable", "ttt_steps": 4, "markov_rank": 6, "fc_norm": True},
+            "optimizer": {"weight_decay": 0.05},
+        },
+        "rows": LONG,
+        "last_hidden": "pre_norm",
+        "draft_vocab": 31,
+        "step": 4,
+    },
+    "eagle3_markov_frozen": {
+        "config": {
+            "loss": {"kl": 0.5, "nla": 0.5, "out_of_vocab": "kept"},
+            "drafter": {"kind": "eagle3", "ttt_steps": 2, "markov_rank": 3, "style": "qwen3"},
+        },
+        "rows": TWO_ROWS,
+        "untied": True,
+        "draft_vocab": 23,
+    },
 }

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from dflash_step import TERMS, adamw, clip_factor, global_norm, inverse_frequencies, is_valid_anchor
+from dflash_step import MARKOV, TERMS, adamw, clip_factor, global_norm, inverse_frequencies, is_valid_anchor
 from dflash_step import loss_term, positions_of
 from eagle3_step import anchors_of, make_step, scored_slots
 from golden_cases import BASE, BASE_EAGLE3, CASES
@@ -110,7 +110,7 @@ def eagle3_sizes(shape, planes):
 def parameters(rng, shape, planes, head=None):
     """fp32 parameters by name, larger than at the start of training so that every path matters.
 
-    head: the target's rows of the draft vocabulary, near which a trainable head lies.
+    head: the target's rows of the draft vocabulary, near which a trainable head lies; None: the whole vocabulary.
     """
     sizes = eagle3_sizes(shape, planes) if isinstance(shape, Eagle3Shape) else dflash_sizes(shape, planes)
     params = {
@@ -119,6 +119,9 @@ def parameters(rng, shape, planes, head=None):
     }
     if isinstance(shape, Eagle3Shape) and shape.trainable_head:
         params["lm_head.weight"] = head.float() + normal(rng, tuple(head.shape), 0.2)
+    if shape.markov_rank:
+        params[MARKOV + "w1.weight"] = normal(rng, (VOCAB, shape.markov_rank), 0.6)
+        params[MARKOV + "w2.weight"] = normal(rng, (VOCAB if head is None else len(head), shape.markov_rank), 0.6)
     return params
 
 

@@ -11,7 +11,7 @@ import torch
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 LEAST_NORM = 1e-7
-TABLES = ("embed_tokens.weight", "lm_head.weight")
+TABLES = ("embed_tokens.weight", "lm_head.weight", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 
 
 def takes(optimizer, name, param):

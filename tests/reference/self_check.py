@@ -305,6 +305,11 @@ CHANGES = {
     },
     "eagle3_three_layers": {"drafter.sliding_window": 8, "drafter.rope_factor": 2.0, "loss.normalize": "weighted"},
     "eagle3_all_terms": {f"loss.{t}": 0.0 for t in TERMS} | {"drafter.lm_head": "frozen"},
+    "markov": {"drafter.markov_rank": 0, "loss.slot_weight": "uniform", "loss.slot_decay_gamma": 4.5},
+    "markov_from_anchor": {"drafter.markov_rank": 0, "drafter.predict_from_anchor": False, "drafter.sliding_window": 7},
+    "eagle3_markov": {"drafter.markov_rank": 0, "loss.mask_index": "label"},
+    "eagle3_markov_frozen": {"drafter.markov_rank": 0, "loss.out_of_vocab": "masked"},
+    "eagle3_markov_vocabulary": {"drafter.markov_rank": 0, "drafter.lm_head": "frozen", "loss.out_of_vocab": "kept"},
     "eagle3_one_step": {"drafter.sliding_window": 3, "loss.mask_index": "label"},
 }  # fmt: skip
 

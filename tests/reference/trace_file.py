@@ -81,6 +81,7 @@ class Shape:
     sliding_window: int | None
     non_causal: bool
     window_origin: str
+    markov_rank: int = 0
 
 
 @dataclass
@@ -105,6 +106,7 @@ class Eagle3Shape:
     fc_norm: bool
     norm_output: bool
     trainable_head: bool
+    markov_rank: int = 0
 
     @property
     def block_size(self):
@@ -150,6 +152,7 @@ def make_shape(config, target_config):
         "rope_original_positions": int(text["max_position_embeddings"] if original is None else original),
         "layer_types": list(drafter["layer_types"] or ["full_attention"] * int(drafter["layers"])),
         "sliding_window": drafter.get("sliding_window"),
+        "markov_rank": int(drafter.get("markov_rank", 0)),
     }
     if drafter["kind"] == "eagle3":
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

@@ -714,6 +714,8 @@ static const struct kernel_op ops[] = {
     {"gather_rows", gather_build, gather_expect, gather_call, no_flops},
     {"scatter_rows", scatter_build, scatter_expect, scatter_call, no_flops},
     {"add_rows", add_rows_build, add_rows_expect, add_rows_call, no_flops},
+    {"sum_rows", sum_rows_build, sum_rows_expect, sum_rows_call, no_flops},
+    {"clear_rows", clear_rows_build, clear_rows_expect, clear_rows_call, no_flops},
     {"context_load", context_build, context_expect, context_call, no_flops},
     {"attention_forward", attention_build, attention_expect, attention_call, attention_flops},
     {"attention_backward", attention_backward_build, attention_backward_expect,

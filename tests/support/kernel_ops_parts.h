@@ -1,4 +1,4 @@
-// The parts of attention, of the loss, of the draft vocabulary and of updates for the table in kernel_ops.c.
+// The parts of attention, of the loss, of the draft vocabulary, of rows that are summed and of updates for the table in kernel_ops.c.
 #ifndef TESTS_SUPPORT_KERNEL_OPS_PARTS_H
 #define TESTS_SUPPORT_KERNEL_OPS_PARTS_H
 
@@ -33,6 +33,13 @@ void overlap_call(const struct kernel_case *c, struct kernel_run *run);
 void mask_build(const struct kernel_case *c, struct kernel_run *run);
 void mask_expect(const struct kernel_case *c, struct kernel_run *run);
 void mask_call(const struct kernel_case *c, struct kernel_run *run);
+
+void sum_rows_build(const struct kernel_case *c, struct kernel_run *run);
+void sum_rows_expect(const struct kernel_case *c, struct kernel_run *run);
+void sum_rows_call(const struct kernel_case *c, struct kernel_run *run);
+void clear_rows_build(const struct kernel_case *c, struct kernel_run *run);
+void clear_rows_expect(const struct kernel_case *c, struct kernel_run *run);
+void clear_rows_call(const struct kernel_case *c, struct kernel_run *run);
 
 void muon_momentum_build(const struct kernel_case *c, struct kernel_run *run);
 void muon_momentum_expect(const struct kernel_case *c, struct kernel_run *run);
