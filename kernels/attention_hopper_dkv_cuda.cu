@@ -1,12 +1,18 @@
 // Owns the gradients of keys and values of attention on Hopper's own tensor-core instructions. A tile of 128
 // keys of a key head is an item; a CTA works on one after the other, 64 keys for each of two warpgroups
 // that compute. Of a third, one warp has the copy engine bring keys and values, and tiles of queries and
-// dout through a ring of slots; the others write the numbers that belong to their rows, each of every
-// third tile: what a warp waits for memory is longer than the products of a tile take.
+// dout through a ring of slots; the others write the numbers that belong to their rows, each those of every
+// third tile, because one of them alone would wait longer for memory than the products of a tile take.
 #include "kernels/attention_plan.cuh"
 #include "kernels/attention_wgmma.cuh"
 
-enum { KEYS = 128, GROUP_KEYS = 64, ROWS = 64, NUMBERS = 3, REGISTERS = 240 };
+enum {
+    KEYS = 128,
+    GROUP_KEYS = 64,
+    ROWS = 64,
+    NUMBERS = 3, // slots for numbers of rows, one of each warp that writes them
+    REGISTERS = 240
+};
 
 // What the warps that compute are told about a tile of queries.
 enum tile_state { TILE_MASKED, TILE_WHOLE, TILE_NONE }; // NONE: there are no more
