@@ -310,6 +310,19 @@ static void speed(struct rank *r)
     r->backend->free(memory);
 }
 
+// Without anything that connects their data, so on any machine.
+static int meet(struct rank *r)
+{
+    struct error err = {0};
+    if (ranks_open(&r->ranks, &r->config, &err) != 0) {
+        fprintf(stderr, "%s\n", err.text);
+        return 2;
+    }
+    printf("rank %d of %d\n", ranks_rank(r->ranks), ranks_size(r->ranks));
+    ranks_close(r->ranks);
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
     static const struct {
@@ -334,6 +347,8 @@ int main(int argc, char **argv)
     config_init(&r->config);
     r->config.run.device = cuda ? DEVICE_CUDA : DEVICE_CPU;
     r->config.parallel.timeout = atoi(argv[2]);
+    if (strcmp(argv[1], "meet") == 0)
+        return meet(r);
     if (ranks_open(&r->ranks, &r->config, &err) != 0 ||
         (r->backend = cuda ? backend_cuda(&err) : backend_cpu()) == NULL ||
         ranks_connect(r->ranks, r->backend, &err) != 0) {

@@ -66,7 +66,7 @@ static int join(const struct scene *scene, int rank, struct rank_peer *peers, st
     int listener;
     assert_int_equal(rank_join_address(&place, 0, &address, err), 0);
     if (rank == 0) {
-        if (rank_join_listen(&place, &address, &listener, err) != 0)
+        if (rank_join_listen(&place, false, &address, &listener, err) != 0)
             return -1;
         shared->port = address.port;
         return rank_join_gather(&place, &address, &scene->identity[0], listener, peers, err);
@@ -271,12 +271,13 @@ static void a_taken_port_is_passed_over(void **state)
     assert_true(taken >= 0);
     place.port = first;
     assert_int_equal(rank_join_address(&place, 0, &address, &err), 0);
-    if (rank_join_listen(&place, &address, &listener, &err) == 0) { // unless the next is taken, too
+    if (rank_join_listen(&place, false, &address, &listener, &err) ==
+        0) { // unless the next is taken, too
         assert_int_equal(address.port, first + 1);
         close(listener);
     }
     assert_int_equal(rank_join_address(&place, first, &address, &err), 0);
-    assert_int_equal(rank_join_listen(&place, &address, &listener, &err), -1);
+    assert_int_equal(rank_join_listen(&place, false, &address, &listener, &err), -1);
     assert_non_null(strstr(err.text, "can not listen on TCP port"));
     close(taken);
     place.held_port = 29500;

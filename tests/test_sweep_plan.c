@@ -190,6 +190,18 @@ static void a_signal_ends_the_planning(void **state)
     free(grid);
 }
 
+// In the words of whoever found it, without those of a log around them.
+static void what_can_not_be_planned_is_told(void **state)
+{
+    (void)state;
+    assert_int_equal(sweep("files", "data.train=[train.h5],[none*.h5]", LIMITED, NULL, NULL), 2);
+    run_must_say(&fixture, "files", "no file matches");
+    assert_int_equal(sweep("memory", "layers=1,2", LIMITED, "--device-memory", "5"), 2);
+    run_must_say(&fixture, "memory", "layers=1: can not be planned: --device-memory: 5 is no");
+    assert_int_equal(run_command(&fixture, "shown", false, "sweep", "--show", "nowhere", NULL), 2);
+    run_must_say(&fixture, "shown", "--show nowhere: holds no sweep.json");
+}
+
 // ---- GPUs ----------------------------------------------------------------------------------------
 
 int __wrap_backend_cuda_count(void);
@@ -314,6 +326,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(eagle3_has_anchors),
         cmocka_unit_test(a_grid_is_planned_in_one_process),
         cmocka_unit_test(a_signal_ends_the_planning),
+        cmocka_unit_test(what_can_not_be_planned_is_told),
         cmocka_unit_test(each_point_has_its_own_gpus),
         cmocka_unit_test(more_gpus_than_a_point_gets_are_refused),
     };

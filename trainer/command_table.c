@@ -150,7 +150,7 @@ static const struct command_option eval_options[] = {
     MAY("raw", NULL),
     MAY("served", "weights rounded to bf16, as exports hold them"),
     MAY("rows", "packed rows to score (default: all)"),
-    MAY("blocks", "one JSON line a visited block: doc_id, anchor, accepted"),
+    MAY("blocks", "write a JSON line for each visited block: doc_id, anchor, accepted"),
 };
 
 static const struct command_option trace_options[] = {
@@ -168,10 +168,12 @@ static const struct command_option plan_options[] = {
                          "less"),
     MAY("gpus", "judge a run on N ranks, by the one that holds most (default: 1)"),
     MAY("fit", "the largest values of keys that fit"),
-    MAY("vary", "of which keys, as seq_len,layers (default: seq_len,layers,group_rows)"),
+    MAY("vary",
+        "with --fit: of which keys, as seq_len,layers (default: seq_len,layers,group_rows)"),
     MAY("json", "everything as one JSON object, every tensor with its bytes"),
-    MAY("grid", "with --json: a plan for every combination of the values, an object a line; --gpus "
-                "is then what there is, of which each takes what a run would"),
+    MAY("grid",
+        "with --json: a plan for every combination of the values, an object a line, each for "
+        "as many ranks as a run would start on --gpus"),
     MAY("target-config", "the target's config.json, where target.path is not there"),
     MAY("tflops", "rate for the least time of a step (default: 700, an H200)"),
 };
@@ -183,14 +185,15 @@ static const struct command_option sweep_options[] = {
         "values of a key of the config, as block_size=8,16; a value that is a list stands in "
         "brackets. Several --grid: every combination"),
     MAY("set", NULL),
-    MAY("equal", "what is the same at all points: `steps` (the default); `anchors`; `block_rows`, "
-                 "anchors times block_size; `time=SECONDS` of steps, about, as measured before; "
-                 "`none`: what each point's config says"),
+    MAY("equal",
+        "what is the same at all points: `steps` (the default); `anchors`, of EAGLE-3 positions; "
+        "`block_rows`, anchors times block_size; `time=SECONDS`, about so long a time of steps, "
+        "which are measured first; `none`: each point takes what its config says"),
     MAY("parallel", "points at a time, GPUs or CPU threads divided between them (default: 1)"),
     MAY("plan-only", "print which points fit, and start none"),
     MAY("device-memory", "memory of one GPU, as 96GiB (default: that of the GPU here)"),
-    MAY("show", "print the table as it stands, of a sweep that may be running; nothing else is "
-                "needed"),
+    MAY("show", "print the table of a sweep as it stands, also of one that is running; DIR is its "
+                "run.dir"),
 };
 
 static const struct command_option export_options[] = {
@@ -269,7 +272,7 @@ const struct command command_table[] = {
          "Trains with every combination of the values of --grid and compares them. All points "
          "are planned first, and those that do not fit are left out. Each is an ordinary run in "
          "a folder of its own below run.dir. The same command goes on with a sweep that was "
-         "interrupted.\n\n"
+         "interrupted. It needs --config and --grid, or --show alone.\n\n"
          "The table is printed and written to table.txt, table.csv and table.json. Exit status "
          "1 when a point failed or does not fit.",
      OPTIONS(sweep_options)},

@@ -11,9 +11,8 @@ enum { WIDTH = 80, OPTION_COLUMN = 23 };
 
 const struct help_status help_statuses[4] = {
     {EXIT_DONE, "done"},
-    {EXIT_FAILED, "what was begun failed, a checkpoint is damaged, or the answer is no: faults "
-                  "were found, it does not fit"},
-    {EXIT_REFUSED, "the command line, config or data were refused before any work"},
+    {EXIT_FAILED, "what was begun failed, faults were found, or it does not fit"},
+    {EXIT_REFUSED, "command line, config or data were refused before any work"},
     {EXIT_STOPPED, "stopped by a signal, with a checkpoint that resumes"},
 };
 
@@ -161,12 +160,19 @@ void help_print(FILE *out)
         fprintf(out, "  %-*s", column - 2, command_table[i].name);
         print_wrapped(out, command_table[i].summary, column, column);
     }
-    fputs("\n`dtrain COMMAND --help` says what a command takes, `dtrain --version` which program "
-          "this "
-          "is.\n\nExit status:\n",
-          out);
-    for (size_t i = 0; i < sizeof(help_statuses) / sizeof(*help_statuses); i++)
-        fprintf(out, "  %-*d%s\n", column - 2, help_statuses[i].status, help_statuses[i].meaning);
-    fputs("\n", out);
+    fputc('\n', out);
+    print_wrapped(
+        out,
+        "`dtrain plan --config FILE` says whether a run fits, `dtrain --config FILE` trains, "
+        "and the same command continues; configs/recipes has configs to begin with. "
+        "`dtrain COMMAND --help` says what a command takes, `dtrain --version` which "
+        "program this is.",
+        0, 0);
+    fputs("\nExit status:\n", out);
+    for (size_t i = 0; i < sizeof(help_statuses) / sizeof(*help_statuses); i++) {
+        fprintf(out, "  %-*d", column - 2, help_statuses[i].status);
+        print_wrapped(out, help_statuses[i].meaning, column, column);
+    }
+    fputs("\nWithout a command:\n\n", out);
     help_print_command(out, command_default());
 }

@@ -92,8 +92,8 @@ static void add_own_addresses(struct rank_address *address)
     freeifaddrs(list);
 }
 
-int rank_join_listen(const struct rank_place *place, struct rank_address *address, int *listener,
-                     struct error *err)
+int rank_join_listen(const struct rank_place *place, bool told, struct rank_address *address,
+                     int *listener, struct error *err)
 {
     if (place->listen_fd >= 0) {
         *listener = place->listen_fd;
@@ -112,9 +112,9 @@ int rank_join_listen(const struct rank_place *place, struct rank_address *addres
             err, "rank 0 can not listen on TCP port %d%s: %s; parallel.port chooses another", first,
             first > 0 && address->ports > 1 ? " or those after it" : "", strerror(errno));
     address->ports = 1;
-    if (place->mpi && !place->one_machine)
+    if (told && !place->one_machine)
         add_own_addresses(address);
-    if (place->mpi &&
+    if (told &&
         getrandom(address->token, sizeof(address->token), 0) != (ssize_t)sizeof(address->token))
         die("getrandom: %s", strerror(errno));
     return 0;

@@ -46,9 +46,10 @@ struct rank_peer {
 // port: parallel.port.
 int rank_join_address(const struct rank_place *place, int64_t port, struct rank_address *address,
                       struct error *err);
-// Rank 0: starts to listen, completes the address.
-int rank_join_listen(const struct rank_place *place, struct rank_address *address, int *listener,
-                     struct error *err);
+// Rank 0: starts to listen, completes the address. told: MPI tells it to the others, so that it may have what the
+// launcher does not say: this machine's addresses, a random token.
+int rank_join_listen(const struct rank_place *place, bool told, struct rank_address *address,
+                     int *listener, struct error *err);
 // Rank 0: waits for all others; peers: [size], that of rank 0 stays unused. Closes the listener.
 // On failure everybody who has come is told the text.
 int rank_join_gather(const struct rank_place *place, const struct rank_address *address,

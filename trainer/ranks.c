@@ -97,7 +97,7 @@ static int meet(struct ranks *ranks, const struct config *config, struct rank_pe
         return -1;
     if (mpi && config->parallel.port == 0)
         address.port = 0; // any
-    if (place->rank == 0 && rank_join_listen(place, &address, &listener, err) != 0) {
+    if (place->rank == 0 && rank_join_listen(place, mpi, &address, &listener, err) != 0) {
         address.port = 0;
         result = -1;
     }

@@ -146,6 +146,8 @@ bool sweep_point_finished(const struct sweep_point *point);
 int sweep_load_point(const struct sweep *sweep, size_t point, struct config *config,
                      struct error *err);
 
+// Refuses points whose files are not there, and what a sweep can not run; sets their block sizes.
+int sweep_check_points(struct sweep *sweep, struct error *err);
 // Plans every point as `dtrain plan` does; those that do not fit become SWEEP_TOO_LARGE.
 int sweep_plan(struct sweep *sweep, struct error *err);
 // Sets steps and anchors of every point that fits, from its config and documents. What is equal follows from
@@ -167,8 +169,8 @@ pid_t sweep_process_start(const struct sweep *sweep, const struct sweep_process 
 bool sweep_process_ended(pid_t pid, int *status);
 // Waits at most so long; the number of a signal that asks this process to stop, 0: none, or a child ended.
 int sweep_await(struct sweep *sweep, double seconds);
-// The last error in a text of log lines, from `offset` of a file on; the caller frees. NULL: there is none.
-char *sweep_last_error(const char *path, int64_t offset);
+// The last error in a text of log lines, which this cuts up; the caller frees. NULL: there is none.
+char *sweep_last_error(char *text);
 
 // ---- sweep_watch.c, sweep_result.c, sweep_table.c, sweep_run.c -----------------------------------
 

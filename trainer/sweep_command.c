@@ -250,6 +250,8 @@ static int count_steps(struct sweep *sweep, struct error *err)
 static int plan_points(struct sweep *sweep, struct error *err)
 {
     bool only = sweep->options->plan_only, goes_on = sweep_state_exists(sweep->folder);
+    if (sweep_check_points(sweep, err) != 0)
+        return -1;
     if (goes_on && !only && open_folder(sweep, err) != 0)
         return -1;
     if (goes_on && sweep_state_continue(sweep, err) != 0)
@@ -335,6 +337,11 @@ static int show(const struct options *options)
     struct sweep sweep = {.options = options, .lock_fd = -1, .parallel = 1};
     struct error err = {""};
     config_init(&sweep.config);
+    if (!sweep_state_exists(options->show)) {
+        log_error("--show %s: holds no sweep.json; say the folder of a sweep, its run.dir",
+                  options->show);
+        return EXIT_REFUSED;
+    }
     int status = sweep_state_read(&sweep, options->show, &err) == 0 ? EXIT_DONE : EXIT_REFUSED;
     if (status == EXIT_DONE) {
         char *holder = folder_lock_holder(options->show);

@@ -163,8 +163,10 @@ static int refuse(struct planner *planner, const struct sweep *sweep, int status
 {
     size_t size = 0;
     char *messages = read_more(planner->errors, NULL, &size), *end = child_end_words(status);
+    char *error = sweep_last_error(messages);
     error_set(err, "%s: can not be planned: %.3000s", sweep->points[planner->planned].name,
-              size > 0 ? messages : end);
+              error != NULL ? error : end);
+    free(error);
     free(end);
     free(messages);
     return -1;

@@ -8,7 +8,6 @@
 #include "base/log.h"
 #include "base/memory.h"
 #include "base/timer.h"
-#include "trainer/files.h"
 #include "trainer/sweep.h"
 
 // In the child.
@@ -80,14 +79,10 @@ static const char *error_message(const char *line)
     return strncmp(line, "dtrain: ", 8) == 0 ? line + 8 : NULL;
 }
 
-char *sweep_last_error(const char *path, int64_t offset)
+char *sweep_last_error(char *text)
 {
-    struct error err;
-    char *text = files_read_text(path, &err), *found = NULL, *rest = NULL;
-    if (text == NULL)
-        return NULL;
-    char *start = text + ((int64_t)strlen(text) > offset ? offset : 0);
-    for (char *line = strtok_r(start, "\n", &rest); line != NULL;
+    char *found = NULL, *rest = NULL;
+    for (char *line = strtok_r(text, "\n", &rest); line != NULL;
          line = strtok_r(NULL, "\n", &rest)) {
         const char *message = error_message(line);
         if (message == NULL)
@@ -95,6 +90,5 @@ char *sweep_last_error(const char *path, int64_t offset)
         free(found);
         found = memory_strdup(message);
     }
-    free(text);
     return found;
 }

@@ -157,8 +157,13 @@ static bool start_points(struct sweep *sweep)
 
 static char *end_words(const struct sweep_point *point, int status)
 {
+    struct error none;
     char *path = memory_format("%s/output.txt", point->folder);
-    char *end = child_end_words(status), *error = sweep_last_error(path, point->output_from);
+    char *text = files_read_text(path, &none), *end = child_end_words(status), *error = NULL;
+    if (text != NULL)
+        error = sweep_last_error(
+            text + ((int64_t)strlen(text) > point->output_from ? point->output_from : 0));
+    free(text);
     char *words = error != NULL ? memory_format("%s: %s", end, error) : memory_strdup(end);
     free(error);
     free(end);

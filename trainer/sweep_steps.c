@@ -304,20 +304,32 @@ static int count_alike(struct opened *opened, const struct sweep *sweep, size_t 
     return count_point(opened, counts_anchors(sweep), &counted[point], err);
 }
 
+int sweep_check_points(struct sweep *sweep, struct error *err)
+{
+    int status = 0;
+    for (size_t i = 0; i < sweep->point_count && status == 0; i++) {
+        struct config config;
+        config_init(&config);
+        status = sweep_load_point(sweep, i, &config, err);
+        if (status == 0 && config.data.spool != NULL)
+            status =
+                error_set(err, "data.spool: its features are gone when they have been used, so "
+                               "points can not share them; a sweep needs shards (data.train)");
+        sweep->points[i].block_size = config.drafter.kind == DRAFTER_DFLASH
+                                          ? config.drafter.block_size
+                                          : config.drafter.ttt_steps;
+        config_release(&config);
+    }
+    return status;
+}
+
 static int count_one(struct opened *opened, struct sweep *sweep, size_t i, struct config *config,
                      struct counted *counted, struct error *err)
 {
-    struct sweep_point *point = &sweep->points[i];
-    if (sweep_load_point(sweep, i, config, err) != 0)
-        return -1;
-    if (config->data.spool != NULL)
-        return error_set(err, "data.spool: its features are gone when they have been used, so "
-                              "points can not share them; a sweep needs shards (data.train)");
-    point->block_size = config->drafter.kind == DRAFTER_DFLASH ? config->drafter.block_size
-                                                               : config->drafter.ttt_steps;
-    if (!counted[i].sets && point->state == SWEEP_TOO_LARGE)
+    if (!counted[i].sets && sweep->points[i].state == SWEEP_TOO_LARGE)
         return 0;
-    if (open_documents(opened, sweep, i, config, err) != 0)
+    if (sweep_load_point(sweep, i, config, err) != 0 ||
+        open_documents(opened, sweep, i, config, err) != 0)
         return -1;
     int status = count_alike(opened, sweep, i, counted, err);
     opened->session.config = &opened->config; // the point's own ends here

@@ -44,6 +44,8 @@ SERVED = {
     "yarn, theta 1e7": ({"rope_scaling": "yarn", "rope_factor": 4.0, "rope_theta": 1e7,
                          "max_position_embeddings": 256}, "untied", LAYOUTS),
     "linear": ({"rope_scaling": "linear", "rope_factor": 2.0}, "tied", LAYOUTS),
+    "Markov head": ({"markov_rank": 8}, "untied", ("speculators",)),
+    "Markov head, from the anchor": ({"markov_rank": 6, "predict_from_anchor": True}, "tied", ("speculators",)),
     "own sizes": ({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 48,
                    "rms_norm_eps": 1e-6, "rope_theta": 5000.0, "block_size": 3}, "untied", LAYOUTS),
 }  # fmt: skip

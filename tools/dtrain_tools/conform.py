@@ -117,10 +117,11 @@ class Comparison:
         settings = self.settings
         first = 0 if settings.get("sample_from_anchor") else 1
         drafts = settings["block_size"] - first
-        self.same("first draft", f"slot {first}", "slot 1")  # all that servers of DFlash drafters can do
+        self.same("first draft", f"slot {first}", f"slot {self.facts.get('first_draft', 1)}")  # DFlash has no other
         self.same("drafts a block", drafts, self.facts["drafts"], note="" if self.facts["drafts"] is not None
                   else f'give it "num_speculative_tokens": {drafts}')
         self.same("mask token", settings["mask_token_id"], self.facts["mask_token_id"])
+        self.same("Markov head", f"rank {settings.get('markov_rank') or 0}", f"rank {self.facts.get('markov_rank', 0)}")
 
     def _rotary(self):
         settings, served = self.settings, self.facts["rotary"]

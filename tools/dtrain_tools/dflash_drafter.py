@@ -1,8 +1,8 @@
-"""A DFlash drafter as servers run it, from its export alone.
+"""A DFlash drafter as servers run it, from its export alone; DSpark, which has a Markov head besides.
 
 A plain and readable reference: one document, one block at a time; embedding and head are the target's, or
 the export's own copies where its layout has them.
-Letters: C context tokens, B block size, L captured layers, H hidden size, V vocabulary.
+Letters: C context tokens, B block size, L captured layers, H hidden size, V vocabulary, r rank of a Markov head.
 """
 
 import torch
@@ -16,11 +16,12 @@ class Drafter(ExportedDrafter):
 
     def __init__(self, folder, target, dtype, drafts=None):
         super().__init__(folder, target, dtype)
-        self.block_size = self.config["block_size"]
-        if drafts is not None and not 1 <= drafts < self.block_size:
-            raise InputError(f"{folder}: {drafts} drafts from blocks of {self.block_size}; 1 to {self.block_size - 1} can be made")
-        self.block_size = self.block_size if drafts is None else drafts + 1
-        self.draft_count = self.block_size - 1
+        self.block_size, self.first = self.config["block_size"], 0 if self.config.get("sample_from_anchor") else 1
+        most = self.block_size - self.first
+        if drafts is not None and not 1 <= drafts <= most:
+            raise InputError(f"{folder}: {drafts} drafts from blocks of {self.block_size}; 1 to {most} can be made")
+        self.draft_count = most if drafts is None else drafts
+        self.block_size = self.draft_count + self.first
         self._check(folder)
         self.take_vocabulary(folder)
         self.forget()
@@ -84,9 +85,41 @@ class Drafter(ExportedDrafter):
         return rms_norm(x, self.weights["norm.weight"], self.eps)
 
     def slots(self, anchor_token):
-        """Logits [B - 1, V] for the positions after the anchor; slot 0 drafts nothing."""
-        return self.logits(self.block(anchor_token)[1:])
+        """Logits [drafts, V] for the positions after the anchor. Slot 0 drafts nothing, but in DSpark it may."""
+        return self.logits(self.block(anchor_token)[self.first:])
 
     def drafts(self, anchor_token, chooser):
         """-> ids of a block's drafts, and what chooser.verify() needs of them."""
         return chooser.drafts(self.slots(anchor_token))
+
+
+class DSparkDrafter(Drafter):
+    """The Markov head adds to a draft's logits what two tables say to the token in front, w1 [V, r] and w2 [Vd, r]: drafts
+    come one after the other. A confidence head, which says how many drafts to try, is left aside.
+    """
+
+    def _check(self, folder):
+        super()._check(folder)
+        rank, kind = self.config["markov_rank"], self.config.get("markov_head_type") or "vanilla"
+        if kind != "vanilla":
+            raise InputError(f"{folder}: markov_head_type is {kind!r}; only 'vanilla' is decoded here")
+        vocab = self.config["vocab_size"]
+        self.check(folder, {"markov_head.markov_w1.weight": (vocab, rank),
+                            "markov_head.markov_w2.weight": (self.config.get("draft_vocab_size") or vocab, rank)})
+
+    def _bias(self, token):
+        """[V] after a token."""
+        w1, w2 = (self.weights[f"markov_head.markov_{name}.weight"] for name in ("w1", "w2"))
+        bias = w2.float() @ w1[token].float()
+        if self.ids is None:
+            return bias
+        return bias.new_zeros(self.target.vocab_size).index_copy(0, self.ids, bias)
+
+    @torch.inference_mode()
+    def drafts(self, anchor_token, chooser):
+        ids, chances = [], []
+        for logits in self.slots(anchor_token):
+            token, chance = chooser.drafts((logits + self._bias(ids[-1] if ids else anchor_token))[None])
+            ids += token
+            chances.append(chance)
+        return ids, None if chances[0] is None else torch.cat(chances)

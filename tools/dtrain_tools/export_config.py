@@ -11,7 +11,9 @@ from dtrain_tools.documents import InputError, load_json
 
 SIZES = ("target_layer_ids", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
          "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "layer_types")
-WANTED = {"dflash": ("block_size", "mask_token_id", *SIZES), "eagle3": ("draft_vocab_size", *SIZES)}
+# DSpark is DFlash with a Markov head; where it does not say in which slot drafts start, readers disagree.
+WANTED = {"dflash": ("block_size", "mask_token_id", *SIZES), "eagle3": ("draft_vocab_size", *SIZES),
+          "dspark": ("block_size", "mask_token_id", "markov_rank", "sample_from_anchor", *SIZES)}
 EAGLE3 = {"LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM", "LlamaEagle3DraftModel"}
 
 
@@ -32,10 +34,10 @@ def _flat(config, path):
     """Speculators' config in the words of the others, numbers of captured layers included."""
     kind = config["speculators_model_type"]
     if kind not in WANTED:
-        raise InputError(f"{path}: speculators_model_type is {kind!r}; only {' and '.join(WANTED)} are read here")
+        raise InputError(f"{path}: speculators_model_type is {kind!r}; only {', '.join(WANTED)} are read here")
     flat = {**config.get("transformer_layer_config", {}),
             **{name: value for name, value in config.items() if name != "transformer_layer_config"}}
-    ids = config.get("aux_hidden_state_layer_ids" if kind == "dflash" else "eagle_aux_hidden_state_layer_ids")
+    ids = config.get("eagle_aux_hidden_state_layer_ids" if kind == "eagle3" else "aux_hidden_state_layer_ids")
     flat["target_layer_ids"] = None if ids is None else [i - 1 for i in ids]
     if kind == "eagle3":
         methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]

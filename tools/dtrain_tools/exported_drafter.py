@@ -13,24 +13,25 @@ from dtrain_tools.documents import InputError
 from dtrain_tools.export_config import read_export_config
 from dtrain_tools.rotary import rope_frequencies
 
-# What no server runs; each key's meaning.
-UNSERVED = {"predict_from_anchor": "drafts start in slot 0", "sample_from_anchor": "drafts start in slot 0",
-            "sliding_window_non_causal": "sliding layers see the whole block",
-            "window_origin": "windows are not measured from the query"}
+# What no server runs; each key's meaning. DSpark has the last two.
+UNSERVED = {"predict_from_anchor": "drafts start in slot 0", "sliding_window_non_causal": "sliding layers see the whole block",
+            "window_origin": "windows are not measured from the query",
+            "sample_from_anchor": "drafts start in slot 0", "markov_rank": "a Markov head that no server looks for here"}
 
 
 def open_drafter(folder, target, dtype, drafts=None):
     """The drafter of an export, of whichever kind. drafts: how many to make, as a server that is told a number."""
-    from dtrain_tools.dflash_drafter import Drafter
+    from dtrain_tools.dflash_drafter import Drafter, DSparkDrafter
     from dtrain_tools.eagle3_drafter import Eagle3Drafter
-    kind = read_export_config(folder)["kind"]
-    return (Eagle3Drafter if kind == "eagle3" else Drafter)(folder, target, dtype, drafts)
+    kinds = {"dflash": Drafter, "dspark": DSparkDrafter, "eagle3": Eagle3Drafter}
+    return kinds[read_export_config(folder)["kind"]](folder, target, dtype, drafts)
 
 
 def read_config(folder):
     config = read_export_config(folder)
     for name, meaning in UNSERVED.items():
-        if config.get(name):
+        of_dspark = config["kind"] == "dspark" and name in ("sample_from_anchor", "markov_rank")
+        if config.get(name) and not of_dspark:
             raise InputError(f"{config['path']}: {name}: {meaning}; no server runs this, so it is not decoded here")
     return config
 

@@ -86,6 +86,9 @@ def probe_export(target, export):
         return eagle3_facts(config, own, model, draft)
     captured = list(get_eagle3_aux_layers_from_config(config.speculative_config))
     facts = model_facts(model, draft.hf_config)
+    if export.get("kind") == "dspark":
+        facts.update(markov_rank=model.model.markov_head.markov_w1.embedding_dim,
+                     first_draft=0 if draft.hf_config.sample_from_anchor else 1)
     facts.update(captured=[i - 1 for i in captured], captured_own=captured, drafts=own,
                  mask_token_id=get_parallel_drafting_token_id(draft.hf_config), quantization=draft.quantization)
     return facts

@@ -210,12 +210,6 @@ def wanted_steps(run):
 
 # ---- several of them ---------------------------------------------------------------------------------------------
 
-def short(key, keys):
-    """A key without its section where that is unique, as on the command line."""
-    name = key.split(".")[-1]
-    return name if [other.split(".")[-1] for other in keys].count(name) == 1 else key
-
-
 def text_of(value):
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -265,6 +259,12 @@ class Report:
         # The better one; of equals the one that took less time.
         self.best = max(ranked, key=lambda label: (points[label][0], -(points[label][1]["seconds"] or 0.0)),
                         default=None)
+
+    def short(self, key):
+        """A key without its section where that is unique among all keys, as on the command line."""
+        name = key.split(".")[-1]
+        known = {other for run in self.runs for other in run.config} | set(self.keys)
+        return name if [other.split(".")[-1] for other in known].count(name) == 1 else key
 
     def score(self, label):
         """The larger the better."""

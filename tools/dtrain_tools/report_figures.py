@@ -61,16 +61,34 @@ def format_step(value, _=None):
     return f"{value:,.0f}" if value < 1e5 else format_count(value)
 
 
+BYTE_UNITS = ((2 ** 40, "TiB"), (2 ** 30, "GiB"), (2 ** 20, "MiB"), (2 ** 10, "KiB"))  # as `dtrain plan` has them
+
+
 def format_bytes(value, _=None, digits=3):
-    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+    for limit, unit in BYTE_UNITS:
         if abs(value) >= limit:
-            return f"{value / limit:.{digits}g} {unit}"
+            return f"{value / limit:.{max(digits, len(str(int(value / limit))))}g} {unit}"
     return f"{value:.0f} B"
 
 
 def format_close_bytes(value, _=None):
     """Of axes that do not begin at 0, whose ticks may be close to each other."""
     return format_bytes(value, digits=4)
+
+
+class ByteLocator(MaxNLocator):
+    """Ticks at round numbers of the unit."""
+
+    def tick_values(self, vmin, vmax):
+        most = max(abs(vmin), abs(vmax))
+        unit = next((limit for limit, _ in BYTE_UNITS if most >= limit), 1)
+        return [tick * unit for tick in super().tick_values(vmin / unit, vmax / unit)]
+
+
+def locate(axis, ticks, form):
+    axis.set_major_formatter(FuncFormatter(form))
+    locator = ByteLocator if form in (format_bytes, format_close_bytes) else MaxNLocator
+    axis.set_major_locator(locator(ticks, steps=[1, 2, 5, 10]))  # percents are shown without halves
 
 
 def format_seconds(value, _=None):
@@ -140,15 +158,14 @@ class Styles:
         """What a run is called in legends."""
         if not self.report.keys:
             return run.label
-        keys = self.report.keys
-        return ", ".join(f"{data.short(key, keys)} {run.values[key]}" for key in keys)
+        return ", ".join(f"{self.report.short(key)} {run.values[key]}" for key in self.report.keys)
 
     def brief(self, run):
         """Its values alone, in the order that brief_of says."""
         return ", ".join(run.values[key] for key in self.report.keys) or run.label
 
     def brief_of(self):
-        return ", ".join(data.short(key, self.report.keys) for key in self.report.keys)
+        return ", ".join(self.report.short(key) for key in self.report.keys)
 
     def legend(self, axes, **options):
         """Of a figure with a line a run; by keys where colours and dashes stand for them."""
@@ -166,7 +183,7 @@ class Styles:
                     if value not in used:
                         continue
                     look = {"color": SERIES[i]} if at == 0 else {"color": MUTED, "linestyle": DASHES[i]}
-                    handles.append(plt.Line2D([], [], **look, label=f"{data.short(key, self.report.keys)} {value}"))
+                    handles.append(plt.Line2D([], [], **look, label=f"{self.report.short(key)} {value}"))
         axes.legend(handles=handles, loc="best", ncols=2 if len(handles) > 4 else 1, **options)
 
 
@@ -235,7 +252,7 @@ def slots_of_run(report, styles):
                   marker="o", markersize=3.5, linewidth=1.2 + late, label=f"step {format_step(lines[i]['step'])}")
     axes.set_xlabel("slot of the block")
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    axes.yaxis.set_major_formatter(FuncFormatter(format_percent))
+    locate(axes.yaxis, 6, format_percent)
     axes.set_ylim(bottom=0)
     legend(axes)
     return figure
@@ -291,7 +308,7 @@ def share_of_run(report, styles):
         steps, values = run.series(name)
         if steps:
             draw_curve(axes, steps, values, colour, label=label)
-    axes.yaxis.set_major_formatter(FuncFormatter(format_percent))
+    locate(axes.yaxis, 6, format_percent)
     axes.set_ylim(0, max(0.1, axes.get_ylim()[1]))
     legend(axes)
     return figure
@@ -306,8 +323,8 @@ def memory_of_run(report, styles):
     planned = data.number(run.steps[-1], "planned_bytes") if run.steps else None
     if planned:
         axes.axhline(planned, color=MUTED, linewidth=1.2, linestyle=DASHES[1], label="planned")
-    axes.yaxis.set_major_formatter(FuncFormatter(format_bytes))
     axes.set_ylim(0, 1.12 * max([*values, planned or 0.0]))
+    locate(axes.yaxis, 6, format_bytes)
     legend(axes)
     return figure
 
@@ -353,7 +370,7 @@ def slots_of_runs(report, styles):
                   linewidth=2.4 if best else 1.5, zorder=3 if best else 2, **styles.of(run.label))
     axes.set_xlabel("slot of the block")
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    axes.yaxis.set_major_formatter(FuncFormatter(format_percent))
+    locate(axes.yaxis, 6, format_percent)
     axes.set_ylim(bottom=0)
     styles.legend(axes)
     return figure
@@ -398,7 +415,7 @@ def bars_of_runs(report, styles, title, name, form, unit):
     axes.bar_label(bars, [form(value) for value in values], padding=4, color=INK, fontsize=8.5)
     name_bars(axes, report, styles, runs)
     axes.set_xlim(0, 1.3 * max(values) if max(values) > 0 else 1)
-    axes.xaxis.set_major_formatter(FuncFormatter(form))
+    locate(axes.xaxis, 4, form)
     axes.set_xlabel(unit)
     axes.grid(False)
     return figure
@@ -423,10 +440,9 @@ def pareto(report, styles, cost, title, form):
     for run in front:
         axes.annotate(styles.brief(run), (report.summaries[run.label][cost], value[run.label]), xytext=(9, -4),
                       textcoords="offset points", fontsize=8.5, color=INK)
-    axes.xaxis.set_major_formatter(FuncFormatter(form))
+    locate(axes.xaxis, 6, form)
     axes.set_xlabel({"seconds": "time of all steps", "memory_bytes": "memory"}[cost] +
                     (f"; points: {styles.brief_of()}" if styles.brief_of() else ""))
-    axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.margins(x=0.18, y=0.16)
     legend(axes)
     return figure
@@ -454,9 +470,10 @@ def heat(report, styles, title, name, form, cost):
                 draw_hole(axes, x, y, missing.get((row, column), ""))
                 continue
             level = (value - low) / (high - low) if high > low else 0.5
-            axes.add_patch(plt.Rectangle((x + 0.03, y + 0.03), 0.94, 0.94, color=colours(level), linewidth=0))
+            colour = colours(level)
+            axes.add_patch(plt.Rectangle((x + 0.03, y + 0.03), 0.94, 0.94, color=colour, linewidth=0))
             axes.text(x + 0.5, y + 0.5, form(value), ha="center", va="center", fontsize=9,
-                      color="#ffffff" if level > 0.55 else "#101828",
+                      color="#ffffff" if is_dark(colour) else "#101828",
                       fontweight="bold" if (row, column) == best else "normal")
             if (row, column) == best:
                 axes.add_patch(plt.Rectangle((x + 0.03, y + 0.03), 0.94, 0.94, fill=False, edgecolor=INK,
@@ -465,12 +482,18 @@ def heat(report, styles, title, name, form, cost):
     axes.set_ylim(len(rows), 0)
     axes.set_xticks([x + 0.5 for x in range(len(columns))], columns)
     axes.set_yticks([y + 0.5 for y in range(len(rows))], rows)
-    axes.set_xlabel(data.short(columns_key, report.keys))
-    axes.set_ylabel(data.short(rows_key, report.keys))
+    axes.set_xlabel(report.short(columns_key))
+    axes.set_ylabel(report.short(rows_key))
     axes.tick_params(length=0)
     axes.grid(False)
     axes.spines["bottom"].set_visible(False)
     return figure
+
+
+def is_dark(colour):
+    """Whether white is read better on it: by relative luminance, as WCAG defines it."""
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour[:3])
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.2
 
 
 def draw_hole(axes, x, y, state):
@@ -490,7 +513,7 @@ def effect(report, styles, name, title, form):
     kept = [(x, value) for x, value in zip(at, values) if value is not None]
     axes.plot([x for x, _ in kept], [value for _, value in kept], color=SERIES[0], marker="o")
     axes.set_xticks(range(len(report.axis(key))), report.axis(key))
-    axes.set_xlabel(data.short(key, report.keys))
+    axes.set_xlabel(report.short(key))
     axes.yaxis.set_major_formatter(FuncFormatter(form))
     axes.margins(x=0.08, y=0.15)
     return figure

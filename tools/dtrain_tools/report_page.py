@@ -175,7 +175,7 @@ def table(report):
     columns[1:1] = [(f"walk_{drafts}", f"{drafts} draft" + "s" * (drafts > 1), three) for drafts in report.drafts()]
     keys = report.keys
     styles = figures.Styles(report)
-    head = "".join(f'<th class="text">{html.escape(data.short(key, keys))}</th>' for key in keys) or \
+    head = "".join(f'<th class="text">{html.escape(report.short(key))}</th>' for key in keys) or \
         '<th class="text">run</th>'
     head += '<th class="text"></th>' + "".join(f"<th>{title}</th>" for _, title, _ in columns)
     known = [report.score(run.label) for run in report.runs if report.score(run.label) is not None]

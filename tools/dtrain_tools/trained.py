@@ -62,8 +62,9 @@ def from_checkpoint(checkpoint, target_folder):
                 for name, value in own.items()}
     ids, source = _layer_ids(config, checkpoint)
     settings.update(_of_dflash(drafter) if drafter["kind"] == "dflash" else _of_eagle3(drafter, target, checkpoint))
+    markov = drafter["kind"] == "dflash" and settings["markov_rank"] > 0
     settings.update(
-        kind=drafter["kind"], target_layer_ids=ids, num_hidden_layers=drafter["layers"], hidden_size=target["hidden_size"], vocab_size=target["vocab_size"],
+        kind="dspark" if markov else drafter["kind"], target_layer_ids=ids, num_hidden_layers=drafter["layers"], hidden_size=target["hidden_size"], vocab_size=target["vocab_size"],
         layer_types=drafter.get("layer_types") or ["full_attention"] * drafter["layers"],
         sliding_window=drafter.get("sliding_window"), rope_scaling=_scaling(drafter, target), source=f"{path}; layer ids: {source}",
         target_positions=target["max_position_embeddings"])
@@ -73,7 +74,7 @@ def from_checkpoint(checkpoint, target_folder):
 def _of_dflash(drafter):
     return {"block_size": drafter["block_size"], "mask_token_id": drafter["mask_token_id"],
             "sliding_window_non_causal": drafter["sliding_window_non_causal"], "window_origin": drafter["window_origin"],
-            "sample_from_anchor": drafter["predict_from_anchor"]}
+            "sample_from_anchor": drafter["predict_from_anchor"], "markov_rank": drafter.get("markov_rank") or 0}
 
 
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

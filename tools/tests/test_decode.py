@@ -27,6 +27,7 @@ try:
     from dtrain_tools import speculation
     from dtrain_tools.documents import InputError
     from dtrain_tools.dflash_drafter import Drafter
+    from dtrain_tools.exported_drafter import open_drafter
     from dtrain_tools.rotary import rope_frequencies
     from dtrain_tools.target_model import Target
 except ImportError:
@@ -84,6 +85,21 @@ def save_speculators(folder, target, kept=None, **changes):
         tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool)
         tensors["t2d"][kept] = True
     save_file(tensors, path)
+    return folder
+
+
+def save_dspark(folder, target, from_anchor, rank=5, kept=None):
+    """The same drafter with a Markov head."""
+    save_speculators(folder, target, kept)
+    path, config_path = os.path.join(folder, "model.safetensors"), os.path.join(folder, "config.json")
+    with open(config_path, encoding="utf-8") as file:
+        config = json.load(file)
+    config.update(speculators_model_type="dspark", markov_rank=rank, sample_from_anchor=from_anchor)
+    with open(config_path, "w", encoding="utf-8") as file:
+        json.dump(config, file)
+    torch.manual_seed(7)
+    tables = {"w1": torch.randn(target.vocab_size, rank), "w2": torch.randn(len(kept or range(target.vocab_size)), rank)}
+    save_file({**load_file(path), **{f"markov_head.markov_{n}.weight": t for n, t in tables.items()}}, path)
     return folder
 
 
@@ -249,6 +265,33 @@ class Decoding(Case):
         expected = torch.full((BLOCK - 1, tiny_llama.VOCAB), float("-inf"))
         expected[:, kept] = whole.slots(7)[:, kept]
         torch.testing.assert_close(some.slots(7), expected)
+
+    def test_markov_head(self):
+        """Drafts one after the other: the plain drafter's logits and, by hand, what the tables say after each draft."""
+        kept = [0, 2, 3, 97, 98, 200]
+        for from_anchor, some in ((False, None), (True, None), (False, kept)):
+            folder = save_dspark(tempfile.mkdtemp(dir=self.folder), self.target, from_anchor, kept=some)
+            drafter = open_drafter(folder, self.target, torch.float32)
+            drafter.see(torch.randn(9, 3, 32))
+            w1, w2 = (load_file(os.path.join(folder, "model.safetensors"))[f"markov_head.markov_{n}.weight"] for n in ("w1", "w2"))
+            logits, previous, expected = drafter.logits(drafter.block(7)[0 if from_anchor else 1:]), 7, []
+            for row in logits:
+                for column, token in enumerate(some or range(self.target.vocab_size)):
+                    row[token] += (w1[previous] * w2[column]).sum()
+                previous = int(row.argmax())
+                expected.append(previous)
+            self.assertEqual(drafter.drafts(7, GREEDY), (expected, None))
+            self.assertEqual(len(expected), BLOCK if from_anchor else BLOCK - 1)
+            if some is None:
+                self.assertNotEqual(expected, drafter.logits(drafter.block(7)).argmax(dim=1).tolist()[-len(expected):])
+            runner = speculation.Runner(self.target, drafter.layer_ids, False)
+            text, _ = speculation.speculate(runner, drafter, self.PROMPTS[1], 24, set(), GREEDY)
+            self.assertEqual(text, speculation.plain(runner, self.PROMPTS[1], 24, set(), GREEDY))
+
+    def test_a_markov_head_elsewhere_is_refused(self):
+        folder = save_drafter(os.path.join(self.folder, "markov"), markov_rank=4)
+        with self.assertRaisesRegex(InputError, "markov_rank: a Markov head"):
+            open_drafter(folder, self.target, torch.float32)
 
     def test_fewer_drafts_are_a_shorter_block(self):
         drafter = Drafter(save_drafter(os.path.join(self.folder, "short")), self.target, torch.float32, 2)

@@ -179,6 +179,11 @@ class Comparing(Folders):
         self.assertEqual(report.cells(*report.plane())[("128", "4")], "a128-b4")
         self.assertEqual(report.best, "a128-b16")
 
+    def test_names_of_keys_that_two_sections_have(self):
+        every = {"validation.every": 10, "checkpoint.every": 10}
+        report = data.open_report([self.usual("a", **every), self.usual("b", **{**every, "validation.every": 20})])
+        self.assertEqual([report.short(key) for key in report.keys], ["validation.every"])
+
     def test_pareto_front(self):
         points = {"a": (1.0, {"seconds": 1.0}), "b": (2.0, {"seconds": 2.0}), "c": (1.5, {"seconds": 3.0}),
                   "d": (2.0, {"seconds": 2.0}), "e": (None, {"seconds": 0.1}), "f": (1.0, {"seconds": 1.5})}
@@ -255,6 +260,21 @@ class Drawing(Comparing):
         report = self.grid()
         texts = [text.get_text() for text in self.drawn(report)["compare-best_walk"].axes[0].texts]
         self.assertEqual(texts, ["1.600", "1.650", "1.500", "1.550"])  # 128 above 32
+
+    def test_bytes_are_as_in_plans(self):
+        self.assertEqual([figures.format_bytes(value) for value in (0, 1536, 57.25 * 2 ** 20, 1000 * 2 ** 20, 2 ** 40)],
+                         ["0 B", "1.5 KiB", "57.2 MiB", "1000 MiB", "1 TiB"])
+        ticks = figures.ByteLocator(4, steps=[1, 2, 5, 10]).tick_values(0, 70 * 2 ** 20)
+        self.assertEqual([tick / 2 ** 20 for tick in ticks], [0.0, 20.0, 40.0, 60.0, 80.0])
+
+    def test_texts_of_cells_are_read(self):
+        for colours in (figures.HEAT, figures.COST):
+            for level in range(11):
+                colour = colours(level / 10)
+                channels = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour[:3]]
+                luminance = 0.2126 * channels[0] + 0.7152 * channels[1] + 0.0722 * channels[2]
+                contrast = 1.05 / (luminance + 0.05) if figures.is_dark(colour) else (luminance + 0.05) / 0.06
+                self.assertGreater(contrast, 4.0, (level, colour))
 
     def test_bars(self):
         report = self.grid()
