@@ -9,7 +9,8 @@ gradients clipped, AdamW, fused loss, flex attention, fixed shapes. Its decoder 
 compiled; --whole compiles its forward pass as it does itself, which torch before 2.12 can not trace. Both have
 one Llama layer of Qwen3-8B's sizes (--model), fc_norm and norm_output, a row of four documents with every token supervised,
 and score the same positions (loss.mask_index input, loss.out_of_vocab kept). dtrain runs each size twice, also with
-memory.mode low. dtrain's steps include the full-vocabulary acceptance that it reports; the peer's is of the draft vocabulary.
+memory.mode low. Both measure acceptance over the draft vocabulary alone (loss.full_vocab_metrics false); --full-metrics lets
+dtrain measure it over the whole vocabulary, as it does unless it is told otherwise.
 """
 import argparse
 import json
@@ -31,8 +32,9 @@ import step
 DEVICE = made_up.DEVICE
 RATE, WARM_UP, STEPS = 1e-5, 3, 5
 FEATURES = 3
-SAME = ["loss.kl=1.0", "loss.mask_index=input", "loss.out_of_vocab=kept", "loss.normalize=count", "loss.ttt_decay_base=1.0",
-        "drafter.fc_norm=true", "drafter.norm_output=true", "optimizer.grad_clip=1.0"]
+SAME = ["loss.kl=1.0", "loss.mask_index=input", "loss.out_of_vocab=kept", "loss.full_vocab_metrics=false",
+        "loss.normalize=count", "loss.ttt_decay_base=1.0", "drafter.fc_norm=true", "drafter.norm_output=true",
+        "optimizer.grad_clip=1.0"]
 LINE = re.compile(r": +([0-9.]+) ms,.*in use (-?[0-9.]+) more than before; loss ([0-9.]+)")
 
 
@@ -170,6 +172,8 @@ def run_peer(model, draft_vocab, tokens, steps, arguments):
 def run_ours(arguments, draft_vocab, tokens, steps, low):
     device = "cuda" if DEVICE == "cuda" else "cpu"
     sets = [*SAME, f"data.seq_len={tokens}", f"drafter.ttt_steps={steps}"] + (["memory.mode=low"] if low else [])
+    if arguments.full_metrics:
+        sets.append("loss.full_vocab_metrics=true")
     command = [arguments.bench, device, arguments.bench_model, "all", *sets]
     if draft_vocab:
         command.insert(4, f"draft_vocab={draft_vocab}")
@@ -219,6 +223,7 @@ def main():
     parser.add_argument("--sizes", default="8192x3,8192x7,32768x7,8192x3-full")
     parser.add_argument("--draft-vocab", type=int, default=32000)
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--full-metrics", action="store_true", help="dtrain's acceptance is of the whole vocabulary")
     parser.add_argument("--whole", action="store_true", help="the peer's whole forward pass is compiled")
     parser.add_argument("--seconds", type=float, default=1e9, help="no size begins later than this after the first")
     parser.add_argument("--limit", type=float, default=120, help="seconds that one run of bench_step may take")

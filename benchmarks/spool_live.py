@@ -8,11 +8,11 @@ Lines of the prompts are {"turns": ["..."]}. Documents are made of them without 
 are in turn prompt and supervised part; what they say is of no consequence here. Documents are extracted one
 at a time, so that their states do not depend on a batch.
 
-A side is killed (SIGKILL) when --longest seconds at most have passed since it or the other one was, or when the run has come as much
-further as leaves room for the kills that remain; it is started again at once. Extractors are forks of a process that has imported
-torch and transformers, which is most of their start (--start-anew: none are); whatever they do themselves, loading the model
-included, they do after each kill. The last line of the output is a JSON object; status 1 when weights differ, the spool was too large, or the run ended
-before all kills.
+A side is killed (SIGKILL) when the run has come a random part further of what is left for it, so that kills are spread over all of it;
+every other time also when a random time of at most --longest seconds has passed, which may be in a start. It is started again at
+once. Extractors are forks of a process that has imported torch and transformers, which is most of their start (--start-anew:
+none are); whatever they do themselves, loading the model included, they do after each kill. The last line of the output is a
+JSON object; status 1 when weights differ, the spool was too large, or the run ended before all kills.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def build_parser():
     add("--spool-bytes", default="1GiB")
     add("--mask-token", type=int, default=16)
     add("--kills", type=int, default=20)
-    add("--longest", type=float, default=10.0, help="seconds between kills, at most")
+    add("--longest", type=float, default=10.0, help="seconds between a kill and the next of every pair, at most")
     add("--kill-seconds", type=float, default=1e9, help="no kills after these; the run then goes on to its end")
     add("--start-anew", action="store_true", help="extractors are started as programs of their own")
     add("--seed", type=int, default=1)
@@ -106,7 +106,8 @@ class Kills:
 
     def plan(self):
         left = self.args.kills - len(self.done)
-        self.due = time.monotonic() + self.pick.uniform(0, self.args.longest)
+        soon = len(self.done) % 2 == 1  # after a kill, perhaps before the side that was started again is at work
+        self.due = time.monotonic() + (self.pick.uniform(0, self.args.longest) if soon else 4 * self.args.longest)
         self.mark = self.furthest + (1 - self.furthest) * self.pick.uniform(0.2, 1) / (left + 1)
 
     def side(self, sides, progress):

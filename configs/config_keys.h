@@ -131,7 +131,8 @@
     CHOICE(normalize, weighted, "weighted\0count", KEEP, "divide by the sum of weights, or by the number of slots of nonzero weight") \
     REAL(ttt_decay_base, 1.0, 0.0, 1.0, KEEP, "eagle3: weight of ttt_step i is this to the power i") \
     CHOICE(mask_index, served, "served\0label\0input\0feature", KEEP, "eagle3: which positions count at a ttt_step") \
-    CHOICE(out_of_vocab, masked, "masked\0kept", KEEP, "eagle3: positions whose teacher argmax is outside the draft vocabulary")
+    CHOICE(out_of_vocab, masked, "masked\0kept", KEEP, "eagle3: positions whose teacher argmax is outside the draft vocabulary") \
+    FLAG(full_vocab_metrics, true, KEEP, "eagle3 with a draft vocabulary: training steps, too, measure acceptance against the teacher over the whole vocabulary (validation always does)")
 
 #define OPTIMIZER_KEYS(TEXT, PATH, INT, REAL, FLAG, CHOICE, TEXTS, PATHS, INTS, REALS) \
     CHOICE(kind, adamw, "adamw\0muon", KEEP, "muon: orthogonalised momentum for hidden matrices, AdamW for norms and vocabulary tables") \

@@ -211,6 +211,17 @@ static void check_markov(const struct check *c)
               "exp or uniform, or a rank of 0");
 }
 
+static void check_full_vocab(const struct check *c)
+{
+    const struct config *config = c->config;
+    if (!config->loss.full_vocab_metrics && config->drafter.draft_vocab != NULL &&
+        config->loss.out_of_vocab == OUT_OF_VOCAB_MASKED)
+        FAULT(
+            c, loss, full_vocab_metrics,
+            "is what loss.out_of_vocab masked goes by: which token the teacher wants of the whole "
+            "vocabulary; take true, or loss.out_of_vocab kept");
+}
+
 static void check_memory(const struct check *c)
 {
     const char *limit = c->config->memory.limit;
@@ -287,6 +298,7 @@ void config_check_rules(const struct config *config, struct config_faults *fault
     else
         check_eagle3(&c);
     check_markov(&c);
+    check_full_vocab(&c);
     check_optimizer(&c);
     check_memory(&c);
     check_kernels(&c);

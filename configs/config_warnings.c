@@ -22,13 +22,20 @@ static void idle_unless(struct watch *w, bool used, const char *section, const c
     config_fault(&w->warnings, w->config, line, section, name, "has no effect %s", why);
 }
 
+static bool has_windows(const struct drafter_config *d)
+{
+    bool any = false;
+    for (size_t i = 0; i < d->layer_types.count; i++)
+        any |= strcmp(d->layer_types.items[i], "sliding_attention") == 0;
+    return any;
+}
+
 static void watch_drafter(struct watch *w)
 {
     const struct drafter_config *d = &w->config->drafter;
-    bool sliding = false, dflash = d->kind == DRAFTER_DFLASH;
-    for (size_t i = 0; i < d->layer_types.count; i++)
-        sliding = sliding || strcmp(d->layer_types.items[i], "sliding_attention") == 0;
-    idle_unless(w, sliding, "drafter", "sliding_window", "without a sliding_attention layer");
+    bool dflash = d->kind == DRAFTER_DFLASH;
+    idle_unless(w, has_windows(d), "drafter", "sliding_window",
+                "without a sliding_attention layer");
     idle_unless(w, d->rope_scaling == ROPE_SCALING_YARN, "drafter", "rope_original_positions",
                 "without drafter.rope_scaling yarn");
     idle_unless(w, !d->init_from || d->init_allow.count > 0, "drafter", "init_std",
@@ -58,9 +65,9 @@ static void watch_loss(struct watch *w)
                 "without loss.slot_weight exp");
     idle_unless(w, dflash && l->slot_weight == SLOT_WEIGHT_DPACE, "loss", "dpace_alpha",
                 "without loss.slot_weight dpace");
-    if (!dflash)
-        idle_unless(w, d->draft_vocab != NULL, "loss", "out_of_vocab",
-                    "without drafter.draft_vocab");
+    static const char *const of_map[] = {"out_of_vocab", "full_vocab_metrics"};
+    for (size_t i = 0; i < sizeof(of_map) / sizeof(of_map[0]) && !dflash; i++)
+        idle_unless(w, d->draft_vocab != NULL, "loss", of_map[i], "without drafter.draft_vocab");
 }
 
 static void watch_optimizer(struct watch *w)
@@ -100,9 +107,13 @@ static void watch_run(struct watch *w)
 static void watch_serving(struct watch *w)
 {
     const struct drafter_config *d = &w->config->drafter;
-    if (d->predict_from_anchor)
+    bool dspark = d->kind == DRAFTER_DFLASH && d->markov_rank > 0;
+    if (d->predict_from_anchor && !dspark)
         WARN(w, drafter, predict_from_anchor,
              "no server runs dflash drafters of this layout; every export of it is refused");
+    if (d->markov_rank > 0 && (!dspark || has_windows(d)))
+        WARN(w, drafter, markov_rank, "no layout holds it in %s; every export of it is refused",
+             dspark ? "a drafter with sliding layers" : "an eagle3 drafter");
     if (d->sliding_window_non_causal)
         WARN(w, drafter, sliding_window_non_causal,
              "servers run sliding layers causally; exports are refused unless told otherwise");

@@ -13,10 +13,17 @@ bool loss_full_teacher(const struct loss *loss)
     return loss_has_map(loss) && loss->options.has_teacher;
 }
 
+bool loss_full_group(const struct loss *loss, const struct loss_group *group)
+{
+    return loss_full_teacher(loss) &&
+           (group->dhidden == NULL || loss->options.map.full_in_training);
+}
+
 void loss_map_plan(struct loss *loss)
 {
     struct loss_vocab *map = &loss->options.map;
     BUG_UNLESS(map->draft >= 0 && map->draft <= loss->options.vocab);
+    BUG_UNLESS(map->full_in_training || !map->mask_outside || !loss_full_teacher(loss));
     if (map->draft == loss->options.vocab) // the head's rows are in their own order
         map->draft = 0;
     if (map->draft > 0)
@@ -167,6 +174,10 @@ void loss_map_results(const struct loss *loss, const struct loss_group *group,
             results->student_argmax[s] = target_id(loss, results->student_argmax[s]);
             if (!o->has_teacher) {
                 results->teacher_argmax[s] = group->slots[s].label;
+                continue;
+            }
+            if (!loss_full_group(loss, group)) {
+                results->teacher_argmax[s] = target_id(loss, results->teacher_argmax[s]);
                 continue;
             }
             int32_t column = loss->h_full_argmax[chunk->first + teacher[i]];

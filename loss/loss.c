@@ -133,13 +133,15 @@ static struct loss_chunk chunk_from(const struct loss *loss, const struct loss_g
                                     int64_t first, int64_t most)
 {
     const struct loss_order *order = loss->order;
-    int64_t vocab = loss->options.vocab, room = loss->options.chunk_rows * vocab; // of the logits
+    int64_t chunk_rows = loss->options.chunk_rows;
+    int64_t room = chunk_rows * loss->options.vocab; // of the logits
+    int64_t columns = loss_full_group(loss, group) ? loss->options.vocab : loss->width;
     struct loss_chunk chunk = {.first = first}, whole = chunk; // whole: up to the running position
     int64_t i = first;
     for (; i < group->slot_count && chunk.rows < most; i++) {
         bool distinct = i == first || order[i].teacher_row != order[i - 1].teacher_row;
         int64_t teachers = chunk.teachers + (loss->options.has_teacher && distinct);
-        if ((chunk.rows + 1) * loss->width + teachers * vocab > room)
+        if ((chunk.rows + 1) * loss->width + teachers * columns > room || teachers > chunk_rows)
             break;
         if (distinct)
             whole = chunk;
@@ -368,10 +370,10 @@ static void chunk_run(struct loss *loss, const struct backend *backend, struct s
         loss_product(loss, backend, stream, chunk->teachers, loss->teacher, o->head, loss->width,
                      teacher);
     }
-    if (loss_full_teacher(loss))
+    if (loss_full_group(loss, group))
         loss_full_columns(loss, backend, stream, chunk, teacher);
     student_logits(loss, backend, stream, group, chunk);
-    if (loss_full_teacher(loss))
+    if (loss_full_group(loss, group))
         loss_full_results(loss, backend, stream, group, chunk, teacher);
     chunk_softmax(loss, backend, stream, group, chunk, teacher);
     if (group->dhidden == NULL)
@@ -388,14 +390,15 @@ static void chunk_run(struct loss *loss, const struct backend *backend, struct s
 
 // Statistics on their way to the host. What follows on the stream waits for them: it may overwrite them.
 static void send_results(struct loss *loss, const struct backend *backend, struct stream *stream,
-                         int64_t count)
+                         const struct loss_group *group)
 {
+    int64_t count = group->slot_count;
     backend->stream_wait(loss->copies, stream);
     backend->copy_out(loss->copies, loss->h_stats, loss->stats,
                       (size_t)(count * (STATS + LOSS_TERM_COUNT)) * sizeof(*loss->stats));
     backend->copy_out(loss->copies, loss->h_argmax, loss->argmax,
                       (size_t)(count * 2) * sizeof(*loss->argmax));
-    if (loss_full_teacher(loss)) {
+    if (loss_full_group(loss, group)) {
         backend->copy_out(loss->copies, loss->h_full_argmax, loss->full_argmax,
                           (size_t)count * sizeof(*loss->full_argmax));
         backend->copy_out(loss->copies, loss->h_full_overlap, loss->full_overlap,
@@ -492,7 +495,7 @@ bool loss_group_queue(struct loss *loss, const struct backend *backend, struct s
         scale_gradient(loss, backend, stream, group);
     if (scaled && loss->options.markov.dw1 != NULL)
         loss_markov_sums(loss, backend, stream, group);
-    send_results(loss, backend, stream, group->slot_count);
+    send_results(loss, backend, stream, group);
     return !weights_follow_losses(loss);
 }
 

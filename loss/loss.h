@@ -22,6 +22,9 @@ struct loss_vocab {
     const int32_t *draft_of; // [V] host: draft id of a target id, -1: outside
     // Slots whose teacher's argmax over all columns is outside weigh 0. Without a teacher: whose label is.
     bool mask_outside;
+    // Groups with a gradient, too, compare with the teacher over all columns; else argmax and overlap of
+    // theirs are of the kept ones. mask_outside needs it.
+    bool full_in_training;
 };
 
 // A Markov head: the logits of a slot get w2 times the row of w1 of the token in front of the one that it
@@ -120,8 +123,8 @@ bool loss_group_queue(struct loss *loss, const struct backend *backend, struct s
                       const struct loss_group *group);
 // Waits for the results, but not for what has been queued on the stream since; next after
 // loss_group_queue. results arrays hold slot_count entries each and are filled in the order of slots.
-// With a map: argmaxes are target ids, teacher_argmax and overlap are of the whole vocabulary,
-// teacher_lse is of the kept columns, and weight is 0 where it was masked.
+// With a map: argmaxes are target ids, teacher_argmax and overlap are of the whole vocabulary (see
+// full_in_training), teacher_lse is of the kept columns, and weight is 0 where it was masked.
 void loss_group_collect(struct loss *loss, const struct backend *backend, struct stream *stream,
                         const struct loss_group *group, struct slot_results *results);
 // Both.

@@ -37,6 +37,8 @@ void loss_map_plan(struct loss *loss); // the width of a student's logits
 int64_t loss_most_students(const struct loss *loss);
 bool loss_has_map(const struct loss *loss);
 bool loss_full_teacher(const struct loss *loss); // a map and a teacher
+// Whether this group compares with the teacher over all columns.
+bool loss_full_group(const struct loss *loss, const struct loss_group *group);
 int32_t loss_label(const struct loss *loss, int32_t target_id);
 float loss_slot_weight(const struct loss *loss, const struct slot *slot); // as known beforehand
 const void *loss_student_head(const struct loss *loss);

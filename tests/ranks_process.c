@@ -1,4 +1,4 @@
-// One rank: ranks_process SCENE TIMEOUT cpu|cuda [WORD]. Does what the scene says, with TIMEOUT as parallel.timeout;
+// One rank: ranks_process SCENE TIMEOUT cpu|cuda|mixed [WORD]. Does what the scene says, with TIMEOUT as parallel.timeout;
 // test_ranks starts several by mpirun, test_ranks_nccl by the supervisor. Exit status 0 when what it expects came true.
 #include <math.h>
 #include <signal.h>
@@ -343,12 +343,17 @@ int main(int argc, char **argv)
     struct error err = {0};
     if (argc < 4)
         return 2;
-    bool cuda = strcmp(argv[3], "cuda") == 0;
+    const char *number = getenv("OMPI_COMM_WORLD_RANK");
+    bool odd = number != NULL && atoi(number) % 2 == 1;
+    bool cuda = strcmp(argv[3], "cuda") == 0 || (strcmp(argv[3], "mixed") == 0 && odd);
     config_init(&r->config);
     r->config.run.device = cuda ? DEVICE_CUDA : DEVICE_CPU;
     r->config.parallel.timeout = atoi(argv[2]);
-    if (strcmp(argv[1], "meet") == 0)
-        return meet(r);
+    if (strcmp(argv[1], "meet") == 0) {
+        int status = meet(r);
+        config_release(&r->config);
+        return status;
+    }
     if (ranks_open(&r->ranks, &r->config, &err) != 0 ||
         (r->backend = cuda ? backend_cuda(&err) : backend_cpu()) == NULL ||
         ranks_connect(r->ranks, r->backend, &err) != 0) {

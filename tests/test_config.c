@@ -546,6 +546,37 @@ static void a_mode_without_effect_is_named(void **state)
     free(file);
 }
 
+// A Markov head makes of one layout that no server runs another one that some do, and the other way about.
+static void what_no_layout_holds_is_said(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *sets[4], *says; // NULL: nothing
+    } cases[] = {
+        {{"markov_rank=4", "predict_from_anchor=true", "device=cpu", "device=cpu"}, NULL},
+        {{"markov_rank=0", "predict_from_anchor=true", "device=cpu", "device=cpu"},
+         "predict_from_anchor: no server runs"},
+        {{"markov_rank=4", "layers=1", "layer_types=[sliding_attention]", "sliding_window=8"},
+         "markov_rank: no layout holds it in a drafter with sliding layers"},
+        {{"markov_rank=4", "drafter.kind=eagle3", "device=cpu", "device=cpu"},
+         "markov_rank: no layout holds it in an eagle3 drafter"}};
+    struct config_folder folder;
+    config_folder_open(&folder);
+    char *file = config_folder_write(&folder, "a.yaml", GOOD);
+    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+        struct config c;
+        struct error text = {{0}};
+        load(&c, file, cases[i].sets, 4);
+        config_warnings(&c, &text);
+        assert_true((strstr(text.text, "every export of it is refused") != NULL) ==
+                    (cases[i].says != NULL));
+        assert_true(cases[i].says == NULL || strstr(text.text, cases[i].says) != NULL);
+        config_release(&c);
+    }
+    config_folder_close(&folder);
+    free(file);
+}
+
 static void choices_are_in_the_order_of_the_enums(void **state)
 {
     (void)state;
@@ -674,6 +705,7 @@ int main(void)
         cmocka_unit_test(missing_and_repeated_files),
         cmocka_unit_test(resume_compares_what_must_stay),
         cmocka_unit_test(warnings_name_idle_keys),
+        cmocka_unit_test(what_no_layout_holds_is_said),
         cmocka_unit_test(a_mode_without_effect_is_named),
         cmocka_unit_test(choices_are_in_the_order_of_the_enums),
         cmocka_unit_test(descriptions_hold_every_key),

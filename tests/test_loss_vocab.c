@@ -97,7 +97,7 @@ static struct bench *bench_open(enum dtype compute)
                                        .norm_eps = 1e-6f,
                                        .logit_scale = 0.75f};
     b->config = (struct loss_config){.lk_eta = 3.0, .slot_weight = SLOT_WEIGHT_UNIFORM};
-    b->options.map.mask_outside = true;
+    b->options.map.mask_outside = b->options.map.full_in_training = true;
     b->gradient = true;
     b->draft = VD;
     make_map(b);
@@ -363,6 +363,10 @@ static void exact_slot(struct exact *e, struct bench *b, int64_t s)
         e->teacher_argmax[s] = exact_argmax(b, e->teacher);
         e->overlap[s] = exact_overlap(e->student, result.student_lse, e->teacher);
     }
+    if (b->options.has_teacher && b->gradient && !b->options.map.full_in_training) {
+        e->teacher_argmax[s] = b->ids[result.teacher_argmax];
+        e->overlap[s] = result.overlap;
+    }
     bool outside = e->teacher_argmax[s] < 0 || b->draft_of[e->teacher_argmax[s]] < 0;
     e->weight[s] = outside && b->options.map.mask_outside ? 0.0 : (double)slot->weight;
     e->total += e->weight[s] * result.loss;
@@ -468,6 +472,34 @@ static void what_is_outside_may_be_kept(void **state)
     check_exact(b, e, 1e-5, 1e-5);
     for (int64_t s = 0; s < b->slot_count; s++)
         assert_true(b->results.weight[s] == b->slots[s].weight);
+    free(e);
+    bench_close(b);
+}
+
+// Training may compare with the kept columns alone: the same losses and gradients by fewer products, whose
+// chunks hold more rows. What has no gradient still compares with all.
+static void training_may_leave_the_other_columns(void **state)
+{
+    (void)state;
+    struct bench *b = bench_open(DTYPE_F32);
+    struct exact *e = memory_alloc(1, sizeof(*e));
+    b->trainable = b->markov = true;
+    b->options.map.mask_outside = b->options.map.full_in_training = false;
+    for (int64_t chunk = 2; chunk < 200; chunk = 5 * chunk + 1) {
+        b->options.chunk_rows = chunk;
+        set_terms(b, mixtures[1]);
+        check_exact(b, e, 1e-5, 1e-5);
+    }
+    int64_t outside = 0;
+    b->gradient = false;
+    exact_run(e, b);
+    bench_run(b);
+    for (int64_t s = 0; s < b->slot_count; s++) {
+        near("overlap", (double)b->results.overlap[s], e->overlap[s], 1e-5);
+        assert_int_equal(b->results.teacher_argmax[s], e->teacher_argmax[s]);
+        outside += b->draft_of[e->teacher_argmax[s]] < 0;
+    }
+    assert_true(outside > 0);
     free(e);
     bench_close(b);
 }
@@ -707,6 +739,7 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_term_is_exact_to_fp32),
         cmocka_unit_test(what_is_outside_may_be_kept),
+        cmocka_unit_test(training_may_leave_the_other_columns),
         cmocka_unit_test(without_a_teacher_the_label_decides),
         cmocka_unit_test(gradients_are_slopes),
         cmocka_unit_test(bf16_is_near),

@@ -24,23 +24,32 @@ struct launcher {
     const char *variables[VARIABLES]; // NAME=VALUE; @ is the rank, % this process's number
 };
 
-#define TORCHRUN(here, host)                                                                       \
-    "RANK=@", "WORLD_SIZE=2", "LOCAL_WORLD_SIZE=" here, "MASTER_ADDR=" host, "MASTER_PORT=29500",  \
-        "TORCHELASTIC_RUN_ID=%"
-#define SRUN(nodes, list)                                                                          \
+// Arguments are whole: NAME=VALUE.
+#define TORCHRUN(local, here, host)                                                                \
+    "RANK=@", "WORLD_SIZE=2", local, here, host, "MASTER_PORT=29500", "TORCHELASTIC_RUN_ID=%"
+#define SRUN(local, nodes, list)                                                                   \
     "SLURM_PROCID=@", "SLURM_NTASKS=2", "SLURM_STEP_NUM_TASKS=2", "SLURM_JOB_ID=%",                \
-        "SLURM_STEP_ID=0", "SLURM_STEP_NUM_NODES=" nodes, "SLURM_STEP_NODELIST=" list
+        "SLURM_STEP_ID=0", local, nodes, list
 
 static const struct launcher launchers[] = {
-    {"torchrun", true, {TORCHRUN("2", "localhost"), "LOCAL_RANK=@"}},
-    {"torchrun on two machines", true, {TORCHRUN("1", "127.0.0.1"), "LOCAL_RANK=0"}},
+    {"torchrun", true, {TORCHRUN("LOCAL_RANK=@", "LOCAL_WORLD_SIZE=2", "MASTER_ADDR=localhost")}},
+    {"torchrun on two machines",
+     true,
+     {TORCHRUN("LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1", "MASTER_ADDR=127.0.0.1")}},
     {"torchrun's variables under mpirun",
      true,
-     {TORCHRUN("2", "127.0.0.1"), "LOCAL_RANK=@", "OMPI_COMM_WORLD_RANK=@",
-      "OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_LOCAL_RANK=@"}},
-    {"srun", true, {SRUN("1", "node7"), "SLURM_LOCALID=@"}},
-    {"srun on two nodes", true, {SRUN("2", "127.0.0.[1-2]"), "SLURM_LOCALID=0"}},
-    {"srun, of two jobs", false, {SRUN("1", "node7"), "SLURM_LOCALID=@", "SLURM_JOB_ID=%@"}},
+     {TORCHRUN("LOCAL_RANK=@", "LOCAL_WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1"),
+      "OMPI_COMM_WORLD_RANK=@", "OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_LOCAL_RANK=@"}},
+    {"srun",
+     true,
+     {SRUN("SLURM_LOCALID=@", "SLURM_STEP_NUM_NODES=1", "SLURM_STEP_NODELIST=node7")}},
+    {"srun on two nodes",
+     true,
+     {SRUN("SLURM_LOCALID=0", "SLURM_STEP_NUM_NODES=2", "SLURM_STEP_NODELIST=127.0.0.[1-2]")}},
+    {"srun, of two jobs",
+     false,
+     {SRUN("SLURM_LOCALID=@", "SLURM_STEP_NUM_NODES=1", "SLURM_STEP_NODELIST=node7"),
+      "SLURM_JOB_ID=%@"}},
 };
 
 static char folder[] = "/tmp/dtrain-meet-XXXXXX";

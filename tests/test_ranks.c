@@ -25,7 +25,7 @@ static char *output; // of the last scene
 static double seconds;
 
 // mpirun of a scene. Its exit status, 128 + the signal that ended it; a scene that takes two minutes fails.
-static int run(int ranks, const char *scene, int limit)
+static int run_on(const char *device, int ranks, const char *scene, int limit)
 {
     char number[16], timeout[16];
     int status;
@@ -41,7 +41,7 @@ static int run(int ranks, const char *scene, int limit)
         execlp("mpirun", "mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none",
                "-x",
                "ASAN_OPTIONS=detect_leaks=0", // of MPI's own
-               "-n", number, DTRAIN_RANKS_PROCESS, scene, timeout, "cpu", folder, (char *)NULL);
+               "-n", number, DTRAIN_RANKS_PROCESS, scene, timeout, device, folder, (char *)NULL);
         _exit(127);
     }
     while (waitpid(pid, &status, WNOHANG) == 0) {
@@ -52,6 +52,11 @@ static int run(int ranks, const char *scene, int limit)
     seconds = timer_now() - start;
     assert_true(seconds < 120.0);
     return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+static int run(int ranks, const char *scene, int limit)
+{
+    return run_on("cpu", ranks, scene, limit);
 }
 
 static void must_say(const char *words)
@@ -106,6 +111,17 @@ static void exchanges_are_exact(void **state)
     for (int ranks = 1; ranks <= 3; ranks++)
         if (run(ranks, "exchange", LONG) != 0)
             fail_msg("%d ranks:\n%s", ranks, program_text(output));
+}
+
+// MPI tells where rank 0 is and has ended then: mpirun sees processes that end in good order.
+static void ranks_meet_for_gpus(void **state)
+{
+    (void)state;
+    assert_int_equal(run_on("cuda", 2, "meet", LONG), 0);
+    must_say("rank 0 of 2");
+    must_say("rank 1 of 2");
+    assert_int_equal(run_on("mixed", 2, "meet", LONG), 2);
+    must_say("a CPU, since it sees no GPU, another one does not");
 }
 
 static void a_signal_reaches_all(void **state)
@@ -172,6 +188,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(exchanges_are_exact),
+        cmocka_unit_test(ranks_meet_for_gpus),
         cmocka_unit_test(a_signal_reaches_all),
         cmocka_unit_test(a_killed_rank_ends_all),
         cmocka_unit_test(a_rank_that_exits_ends_all),

@@ -256,6 +256,16 @@ static void all_products_of_a_step_are_shown(void **state)
     assert_true(multiplied_fixed > 100);
 }
 
+static void all_products_of_a_markov_head_are_shown(void **state)
+{
+    struct run_fixture *f = *state;
+    run_fixture_set(f, "drafter.markov_rank=4");
+    run_fixture_set(f, "optimizer.kind=muon");
+    assert_int_equal(train(f, "markov", 3, "none"), EXIT_DONE);
+    assert_int_equal(unseen, 0);
+    assert_true(multiplied_fixed > 100 && multiplied > multiplied_fixed);
+}
+
 static void all_products_of_eagle3_are_shown(void **state)
 {
     static const char *const sets[] = {"drafter.kind=eagle3", "drafter.ttt_steps=4",
@@ -282,6 +292,7 @@ int main(void)
         TEST(what_another_keeps_meanwhile_is_no_error),
         TEST(what_a_checkpoint_had_is_obeyed_or_refused),
         TEST(all_products_of_a_step_are_shown),
+        TEST(all_products_of_a_markov_head_are_shown),
         TEST(all_products_of_eagle3_are_shown),
     };
     return cmocka_run_group_tests_name("run_algorithms", tests, NULL, NULL);

@@ -231,6 +231,42 @@ static void exports_hold_it(void **state)
     }
 }
 
+static void flip_last_bit(const char *path)
+{
+    FILE *file = fopen(path, "r+b");
+    assert_non_null(file);
+    assert_int_equal(fseek(file, -1, SEEK_END), 0);
+    int byte = fgetc(file);
+    assert_int_equal(fseek(file, -1, SEEK_END), 0);
+    assert_int_equal(fputc(byte ^ 1, file), byte ^ 1);
+    assert_int_equal(fclose(file), 0);
+}
+
+// Of either file that `export --raw` reads values from.
+static void damage_is_not_exported(void **state)
+{
+    (void)state;
+    static const char *const files[] = {"model.safetensors", "master.safetensors"};
+    static const char *const texts[] = {"/model.safetensors: its checksum",
+                                        "/master.safetensors: tensor '"};
+    const char *out = run_path(&fixture, "export-damaged");
+    for (int f = 0; f < 2; f++) {
+        char *path =
+            memory_format("%s/%s", run_checkpoint(&fixture, "average", RUN_STEPS), files[f]);
+        flip_last_bit(path);
+        int status = run_command(&fixture, "damaged", false, "export", "--checkpoint",
+                                 run_checkpoint(&fixture, "average", RUN_STEPS), "--format", "zlab",
+                                 "--out", out, "--raw", NULL);
+        flip_last_bit(path);
+        assert_int_equal(status, 1);
+        run_must_say(&fixture, "damaged", texts[f]);
+        char *model = memory_format("%s/model.safetensors", out);
+        assert_false(files_exists(model));
+        free(model);
+        free(path);
+    }
+}
+
 // ---- resume and ranks
 
 static void killed_and_resumed(void **state)
@@ -308,6 +344,7 @@ int main(void)
         cmocka_unit_test_setup(training_goes_on_in_bf16, forget),
         cmocka_unit_test_setup(validation_and_eval_use_it, forget),
         cmocka_unit_test_setup(exports_hold_it, forget),
+        cmocka_unit_test_setup(damage_is_not_exported, forget),
         cmocka_unit_test_setup(killed_and_resumed, forget),
         cmocka_unit_test_setup(switched_on_is_refused, forget),
         cmocka_unit_test_setup(ranks_agree, forget),

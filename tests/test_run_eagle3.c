@@ -90,6 +90,35 @@ static void reports_what_it_learns(void **state)
     cJSON_Delete(metrics);
 }
 
+// Steps that compare with the kept tokens alone learn the same; validation compares with all.
+static void steps_may_leave_the_whole_vocabulary(void **state)
+{
+    (void)state;
+    double loss[2][RUN_STEPS];
+    for (int full = 0; full < 2; full++) {
+        const char *name = full ? "full" : "brief";
+        int status = run_train(
+            &fixture, name, "--set", "drafter.draft_vocab=map.safetensors", "--set",
+            "loss.out_of_vocab=kept", "--set",
+            full ? "loss.full_vocab_metrics=true" : "loss.full_vocab_metrics=false", NULL);
+        assert_int_equal(status, 0);
+        cJSON *metrics = program_metrics(run_path(&fixture, "%s", name));
+        for (int step = 1; step <= RUN_STEPS; step++) {
+            const cJSON *line = program_line(metrics, step, "lr");
+            assert_int_equal(cJSON_HasObjectItem(line, "outside_share"), full);
+            loss[full][step - 1] = program_number(line, "loss");
+        }
+        double share =
+            program_number(program_line(metrics, RUN_STEPS, "val_loss"), "val_outside_share");
+        assert_true(share > 0.0 && share < 1.0);
+        cJSON_Delete(metrics);
+    }
+    for (int i = 0; i < RUN_STEPS; i++)
+        assert_true(fabs(loss[0][i] - loss[1][i]) <= 1e-4 * fabs(loss[1][i]));
+    assert_int_equal(train("masked", "loss.full_vocab_metrics=false"), 2);
+    run_must_say(&fixture, "masked", "loss.full_vocab_metrics");
+}
+
 static void killed_and_continued(void **state)
 {
     (void)state;
@@ -262,6 +291,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(reports_what_it_learns),
+        cmocka_unit_test(steps_may_leave_the_whole_vocabulary),
         cmocka_unit_test(killed_and_continued),
         cmocka_unit_test(scored_as_in_training),
         cmocka_unit_test(all_drafts_are_scored),

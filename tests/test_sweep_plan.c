@@ -181,7 +181,9 @@ static void a_signal_ends_the_planning(void **state)
         dir,     "--set",    "optimizer.grad_clip=0",        NULL};
     struct program program = {0};
     program_start(&program, run_path(&fixture, "long.out"), words);
-    run_sleep(0.7);
+    while (program_runs(&program) && !run_says(&fixture, "long", "nothing is known of acceptance"))
+        run_sleep(0.02);
+    run_sleep(0.3);
     program_signal(&program, SIGTERM);
     assert_int_equal(program_wait(&program, LIMIT), 75);
     run_must_say(&fixture, "long", "signal 15: stopping before the first point");

@@ -7,6 +7,7 @@
 #define TRAINER_CHECKPOINT_H
 
 #include "configs/config.h"
+#include "data/safetensors.h"
 #include "data/vocab_map.h"
 #include "drafter/drafter_sizes.h"
 #include "trainer/execution.h"
@@ -53,6 +54,9 @@ int checkpoint_read_weights(const char *path, struct model_state *state, bool av
 int checkpoint_check(const char *path, struct error *err);
 // Whether model.safetensors is what was written: all of it is read.
 int checkpoint_check_served(const char *path, struct error *err);
+// Whether a tensor of a file of the state is what was written; sum: the CRC-32C of its bytes, as they were read.
+int checkpoint_check_tensor(const struct safetensors *file, const struct safetensors_entry *entry,
+                            uint32_t sum, struct error *err);
 
 // The newest complete checkpoint of a checkpoints folder in *path (caller frees; NULL when there is
 // none). One warning names every directory that is not complete; strays are ignored; nothing deleted.

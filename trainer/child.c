@@ -6,25 +6,47 @@
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <time.h>
+#include <ucontext.h>
 #include <unistd.h>
 
+#include "base/log.h"
 #include "base/memory.h"
 #include "trainer/commands.h"
 
+static const int stops[CHILD_STOPS] = {SIGTERM, SIGINT, SIGUSR1};
+
+// In a thread that a library had started before signals were held back: from here on it holds them, too, and this
+// one goes to those who wait for it.
+static void hand_on(int number, siginfo_t *info, void *context)
+{
+    ucontext_t *after = context;
+    (void)info;
+    for (int i = 0; i < CHILD_STOPS; i++)
+        sigaddset(&after->uc_sigmask, stops[i]);
+    kill(getpid(), number);
+}
+
 void child_signals_hold(struct child_signals *signals)
 {
+    struct sigaction action = {.sa_sigaction = hand_on, .sa_flags = SA_RESTART | SA_SIGINFO};
     sigemptyset(&signals->stops);
-    sigaddset(&signals->stops, SIGTERM);
-    sigaddset(&signals->stops, SIGINT);
-    sigaddset(&signals->stops, SIGUSR1);
+    for (int i = 0; i < CHILD_STOPS; i++)
+        sigaddset(&signals->stops, stops[i]);
     sigset_t held = signals->stops;
     sigaddset(&held, SIGCHLD);
     signal(SIGCHLD, SIG_DFL); // who ignores it, as some starters do, can not wait for children
     sigprocmask(SIG_BLOCK, &held, &signals->before);
+    action.sa_mask = signals->stops;
+    for (int i = 0; i < CHILD_STOPS; i++)
+        if (sigaction(stops[i], &action, &signals->actions[i]) != 0)
+            die("sigaction failed");
 }
 
 void child_signals_release(const struct child_signals *signals)
 {
+    for (int i = 0; i < CHILD_STOPS; i++)
+        if (sigaction(stops[i], &signals->actions[i], NULL) != 0)
+            die("sigaction failed");
     sigprocmask(SIG_SETMASK, &signals->before, NULL);
 }
 

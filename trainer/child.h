@@ -6,12 +6,16 @@
 #include <signal.h>
 #include <sys/types.h>
 
+enum { CHILD_STOPS = 3 };
+
 struct child_signals {
-    sigset_t stops;  // what asks this process to stop: SIGTERM, SIGINT, SIGUSR1
-    sigset_t before; // what was held back at first, which is a child's again
+    sigset_t stops; // what asks this process to stop: SIGTERM, SIGINT, SIGUSR1
+    // What was held back at first, and was done about those: a child's again.
+    sigset_t before;
+    struct sigaction actions[CHILD_STOPS];
 };
 
-// Holds these and SIGCHLD back, so that none is lost between two looks.
+// Holds these and SIGCHLD back in all threads, so that none is lost between two looks.
 void child_signals_hold(struct child_signals *signals);
 void child_signals_release(const struct child_signals *signals);
 // Waits at most so long. The number of a signal that asks to stop; 0: none came, or a child has ended.

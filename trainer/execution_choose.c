@@ -9,9 +9,9 @@
 enum { CPU_GROUP_ROWS = 512, CUDA_GROUP_ROWS = 8192 };
 // Of a chunk's logits. With little memory: no more than what the passes need in the same place.
 static const double cpu_chunk_bytes = 256e6, cuda_chunk_bytes = 4.1e9, low_chunk_bytes = 2.3e9;
-// EAGLE-3: the rows of a ttt_step are multiplied together, so positions are what counts. A chunk holds
-// ttt_steps short rows of students for one of a teacher.
-enum { CUDA_POSITIONS = 2048, LOW_POSITIONS = 1024 };
+// EAGLE-3: the rows of a ttt_step are multiplied together, and each adds to all gradients of weights once, so
+// groups are larger. A chunk holds ttt_steps short rows of students for one of a teacher.
+enum { CUDA_EAGLE3_ROWS = 24576, LOW_POSITIONS = 1024 };
 static const double eagle3_chunk_bytes = 1.6e9, low_eagle3_chunk_bytes = 0.8e9;
 
 static int64_t round_down(int64_t value, int64_t multiple)
@@ -30,13 +30,23 @@ static double chunk_bytes(const struct config *config, const struct drafter_size
     return low ? low_chunk_bytes : cuda_chunk_bytes;
 }
 
+// As few groups of so many rows at most as `rows` need, as equal as they can be.
+static int64_t even_group(int64_t most, int64_t rows, int64_t block)
+{
+    int64_t groups = (rows + most - 1) / most, blocks = rows / block;
+    if (groups <= 1)
+        return rows;
+    return (blocks + groups - 1) / groups * block;
+}
+
 static int64_t usual_group(const struct config *config, const struct drafter_sizes *sizes, bool cpu)
 {
     if (cpu)
         return CPU_GROUP_ROWS;
+    if (sizes->kind == DRAFTER_EAGLE3 && config->memory.mode == MEMORY_LOW)
+        return sizes->ttt_steps * LOW_POSITIONS;
     if (sizes->kind == DRAFTER_EAGLE3)
-        return sizes->ttt_steps *
-               (config->memory.mode == MEMORY_LOW ? LOW_POSITIONS : CUDA_POSITIONS);
+        return even_group(CUDA_EAGLE3_ROWS, execution_most_rows(config, sizes), sizes->block_size);
     return CUDA_GROUP_ROWS;
 }
 

@@ -8,7 +8,7 @@
 #include "base/log.h"
 #include "base/memory.h"
 #include "trainer/checkpoint.h"
-#include "trainer/export.h"
+#include "trainer/export_internal.h"
 #include "trainer/files.h"
 #include "trainer/json_text.h"
 #include "trainer/release.h"
@@ -119,11 +119,7 @@ static int open_checkpoint(struct source *source, struct error *err)
 {
     const struct export_request *request = source->request;
     char *path = memory_format("%s/config.yaml", request->checkpoint);
-    int result = checkpoint_check(request->checkpoint, err);
-    if (result == 0)
-        result = checkpoint_check_served(request->checkpoint, err);
-    if (result == 0)
-        result = config_load(&source->config, path, NULL, 0, err);
+    int result = config_load(&source->config, path, NULL, 0, err);
     if (result == 0) {
         served_sizes(source);
         result = read_vocabulary(source, err);
@@ -272,7 +268,7 @@ static int publish(const struct source *source, struct error *err)
     return result;
 }
 
-int export_command(const struct export_request *request, struct error *err)
+int export_checked(const struct export_request *request, struct error *err)
 {
     struct source source = {.request = request};
     config_init(&source.config);
@@ -289,4 +285,12 @@ int export_command(const struct export_request *request, struct error *err)
         result = files_sync_folder(request->out, err);
     close_source(&source);
     return result;
+}
+
+int export_command(const struct export_request *request, struct error *err)
+{
+    if (checkpoint_check(request->checkpoint, err) != 0 ||
+        checkpoint_check_served(request->checkpoint, err) != 0)
+        return -1;
+    return export_checked(request, err);
 }

@@ -5,6 +5,9 @@
 #include "trainer/export.h"
 #include "trainer/json_text.h"
 
+// export_command without a look at whether the checkpoint's files are whole: the caller has checked or made them.
+int export_checked(const struct export_request *request, struct error *err);
+
 bool export_any_sliding(const struct drafter_sizes *sizes);
 void export_add_texts(cJSON *object, const char *name, const char *text);
 // The draft layers in the words of a Qwen3 configuration, or of Llama's where they have no norms of heads:

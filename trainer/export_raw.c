@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "base/bf16.h"
+#include "base/crc32c.h"
 #include "base/memory.h"
 #include "data/safetensors.h"
 #include "trainer/checkpoint.h"
@@ -82,8 +83,12 @@ static int put_masters(int fd, const char *path, const struct safetensors *model
 {
     struct safetensors file;
     int result = safetensors_open(&file, masters, err);
-    for (size_t i = 0; i < file.count && result == 0; i++)
-        result = put_named(fd, path, model, &file.entries[i], err);
+    for (size_t i = 0; i < file.count && result == 0; i++) {
+        const struct safetensors_entry *entry = &file.entries[i];
+        result = checkpoint_check_tensor(&file, entry, crc32c(0, entry->bytes, entry->size), err);
+        if (result == 0)
+            result = put_named(fd, path, model, entry, err);
+    }
     safetensors_close(&file);
     return result;
 }
@@ -150,10 +155,11 @@ static int make_folder(struct raw *raw, struct error *err)
 
 int export_raw_command(const struct export_request *request, struct error *err)
 {
-    if (checkpoint_check(request->checkpoint, err) != 0)
+    if (checkpoint_check(request->checkpoint, err) != 0 ||
+        checkpoint_check_served(request->checkpoint, err) != 0)
         return -1;
     if (!checkpoint_has_average(request->checkpoint))
-        return export_command(request, err);
+        return export_checked(request, err);
     char *folder = memory_format("%s/.tmp-raw", request->out);
     struct raw raw = {.checkpoint = request->checkpoint,
                       .folder = folder,
@@ -168,7 +174,7 @@ int export_raw_command(const struct export_request *request, struct error *err)
     if (result == 0)
         result = make_folder(&raw, err);
     if (result == 0)
-        result = export_command(&of_raw, err);
+        result = export_checked(&of_raw, err);
     if (files_is_folder(folder))
         files_remove_folder(folder, result == 0 ? err : &(struct error){""});
     free(raw.path);

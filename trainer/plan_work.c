@@ -97,14 +97,15 @@ static void count_layers(struct plan_work *w, const struct plan *plan, const str
 }
 
 static void count_loss(struct plan_work *w, const struct plan *plan,
-                       const struct plan_subject *subject)
+                       const struct plan_subject *subject, const struct config *config)
 {
     const struct drafter_sizes *s = &plan->sizes;
+    int64_t columns = config->loss.full_vocab_metrics ? s->vocab : s->draft_vocab;
     double token = 2.0 * (double)s->hidden, student = w->scored * token * (double)s->draft_vocab;
     double markov = w->scored * 2.0 * (double)(s->markov_rank * s->draft_vocab);
     w->student = student + markov;
     w->gradient = (s->trainable_head ? 2.0 * student : student) + 2.0 * markov;
-    w->teacher = subject->last_plane >= 0 ? w->teachers * token * (double)s->vocab : 0.0;
+    w->teacher = subject->last_plane >= 0 ? w->teachers * token * (double)columns : 0.0;
 }
 
 // Gradients read for their norm and for the update, masters and moments read and written, weights written;
@@ -164,7 +165,7 @@ void plan_work(struct plan_work *w, const struct plan *plan, const struct plan_s
         count_steps_of_layers(w, plan, config);
     else
         count_layers(w, plan, config);
-    count_loss(w, plan, subject);
+    count_loss(w, plan, subject, config);
     count_update(w, plan);
     sum(w);
     count_steps(w, config, documents);

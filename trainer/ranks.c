@@ -85,7 +85,7 @@ static int meet(struct ranks *ranks, const struct config *config, struct rank_pe
     bool mpi = place->mpi && (ranks->cpu || place->launcher == LAUNCHER_MPIRUN);
     int result = rank_join_address(place, config->parallel.port, &address, err);
     if (result == 0 && mpi && (ranks->cpu || ranks_mpi_built()))
-        result = ranks_mpi_start(ranks, ranks->timeout, err);
+        result = ranks_mpi_start(ranks, ranks->cpu, ranks->timeout, err);
     else
         mpi = false;
     if (result == 0 && !mpi && address.host_count == 0)
@@ -102,7 +102,7 @@ static int meet(struct ranks *ranks, const struct config *config, struct rank_pe
         result = -1;
     }
     if (mpi)
-        ranks_mpi_tell(&address, sizeof(address));
+        ranks_mpi_tell(&address, sizeof(address), !ranks->cpu);
     if (result != 0)
         return -1;
     if (place->rank == 0)

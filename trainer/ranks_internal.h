@@ -41,12 +41,14 @@ struct ranks_engine {
     double (*waiting)(void *state);
 };
 
-// MPI, where it is built in. start: before the processes know each other; -1: not built in, or MPI sees other
-// ranks than the launcher. From start to tell the process ends when MPI takes more than `seconds`.
+// MPI, where it is built in. start: before the processes know each other; -1: not built in, MPI sees other ranks than
+// the launcher, or they are not all on CPUs or all on GPUs. From start to tell the process ends when MPI takes more than
+// `seconds`.
 bool ranks_mpi_built(void);
-int ranks_mpi_start(const struct ranks *ranks, double seconds, struct error *err);
-// The bytes of rank 0 to everybody, before there is an engine.
-void ranks_mpi_tell(void *bytes, size_t size);
+int ranks_mpi_start(const struct ranks *ranks, bool cpu, double seconds, struct error *err);
+// The bytes of rank 0 to everybody, before there is an engine. last: nothing else travels by MPI, which ends here,
+// since mpirun takes a process that has started MPI and exits without ending it for a failed one.
+void ranks_mpi_tell(void *bytes, size_t size, bool last);
 const struct ranks_engine *ranks_mpi_engine(struct ranks *ranks, void **state);
 
 // NCCL, where it is built in; NULL with err set: it is not, or does not start.

@@ -10,19 +10,21 @@ bool ranks_mpi_built(void)
     return false;
 }
 
-int ranks_mpi_start(const struct ranks *ranks, double seconds, struct error *err)
+int ranks_mpi_start(const struct ranks *ranks, bool cpu, double seconds, struct error *err)
 {
     (void)ranks;
+    (void)cpu;
     (void)seconds;
     return error_set(err,
                      "this build has no MPI: CMake found none, or was given -DWITH_MPI=OFF; ranks "
                      "on CPUs need it");
 }
 
-void ranks_mpi_tell(void *bytes, size_t size)
+void ranks_mpi_tell(void *bytes, size_t size, bool last)
 {
     (void)bytes;
     (void)size;
+    (void)last;
 }
 
 const struct ranks_engine *ranks_mpi_engine(struct ranks *ranks, void **state)
@@ -66,6 +68,16 @@ bool ranks_mpi_built(void)
     return true;
 }
 
+static void check(int status, const char *what)
+{
+    char text[MPI_MAX_ERROR_STRING];
+    int length;
+    if (status == MPI_SUCCESS)
+        return;
+    MPI_Error_string(status, text, &length);
+    die("MPI: %s: %s", what, text);
+}
+
 // MPI's own start waits for all processes without a limit.
 static void give_up(int signal_number)
 {
@@ -78,7 +90,20 @@ static void give_up(int signal_number)
     _exit(EXIT_FAILED);
 }
 
-int ranks_mpi_start(const struct ranks *ranks, double seconds, struct error *err)
+// Where run.device is auto, a machine of several may see no GPU.
+static int check_devices(bool cpu, struct error *err)
+{
+    int kinds[2] = {cpu, !cpu};
+    check(MPI_Allreduce(MPI_IN_PLACE, kinds, 2, MPI_INT, MPI_MAX, MPI_COMM_WORLD), "MPI_Allreduce");
+    if (kinds[0] && kinds[1])
+        return error_set(err,
+                         "this rank computes on %s, another one does not: run.device (cpu or cuda) "
+                         "says what is meant",
+                         cpu ? "a CPU, since it sees no GPU" : "a GPU");
+    return 0;
+}
+
+int ranks_mpi_start(const struct ranks *ranks, bool cpu, double seconds, struct error *err)
 {
     struct sigaction action = {.sa_handler = give_up};
     int got, rank, size;
@@ -97,22 +122,14 @@ int ranks_mpi_start(const struct ranks *ranks, double seconds, struct error *err
                          "MPI sees rank %d of %d, the launcher's environment says %d of %d; srun "
                          "connects MPI to it by --mpi=pmix, mpirun must be of the same MPI",
                          rank, size, ranks_rank(ranks), ranks_size(ranks));
-    return 0;
+    return check_devices(cpu, err);
 }
 
-static void check(int status, const char *what)
-{
-    char text[MPI_MAX_ERROR_STRING];
-    int length;
-    if (status == MPI_SUCCESS)
-        return;
-    MPI_Error_string(status, text, &length);
-    die("MPI: %s: %s", what, text);
-}
-
-void ranks_mpi_tell(void *bytes, size_t size)
+void ranks_mpi_tell(void *bytes, size_t size, bool last)
 {
     check(MPI_Bcast(bytes, (int)size, MPI_BYTE, 0, MPI_COMM_WORLD), "MPI_Bcast");
+    if (last)
+        check(MPI_Finalize(), "MPI_Finalize");
     alarm(0);
     signal(SIGALRM, SIG_DFL);
 }

@@ -126,7 +126,8 @@ static int report_step(struct run *run, const struct step_outcome *outcome, int6
                                  .term_weights = weights,
                                  .block_size = run->session.sizes.block_size,
                                  .ttt = run->session.sizes.kind == DRAFTER_EAGLE3,
-                                 .draft_vocab = run->session.has_map,
+                                 .draft_vocab =
+                                     run->session.has_map && run->config.loss.full_vocab_metrics,
                                  .lr = lr,
                                  .grad_norm = outcome->grad_norm,
                                  .clip_factor = outcome->clip_factor,

@@ -130,6 +130,7 @@ static void plan_student(const struct step *step, struct loss_options *loss)
             .h_ids = s->map != NULL ? s->map->ids : NULL,
             .draft_of = s->map != NULL ? s->map->draft_ids : NULL,
             .mask_outside = s->config->loss.out_of_vocab == OUT_OF_VOCAB_MASKED,
+            .full_in_training = s->config->loss.full_vocab_metrics,
         };
     if (s->sizes->trainable_head)
         loss->student_head = trained_table(step, "lm_head.weight", &loss->dhead);

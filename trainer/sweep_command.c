@@ -1,8 +1,10 @@
 // Owns `dtrain sweep`: its options, what it refuses before anything starts, the order of its parts.
 #include <math.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "base/log.h"
@@ -202,15 +204,23 @@ static int open_folder(struct sweep *sweep, struct error *err)
     return 0;
 }
 
+// What comes before the first point.
+struct early {
+    const struct sweep *sweep;
+    atomic_bool over;
+};
+
 // Before the first point nothing has to be saved, so a signal ends the process, whatever it is doing, and with it
 // the one that plans.
 static void *end_early(void *context)
 {
-    const struct child_signals *held = context;
-    int number = 0, ignored;
-    while (sigwait(&held->stops, &number) != 0)
-        continue;
-    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &ignored);
+    const struct timespec look = {.tv_nsec = 20000000};
+    struct early *early = context;
+    int number = -1;
+    while (number < 0 && !atomic_load(&early->over))
+        number = sigtimedwait(&early->sweep->held.stops, NULL, &look);
+    if (number < 0)
+        return NULL;
     log_status_line(NULL);
     log_info("signal %d: stopping before the first point; the same command goes on", number);
     _exit(EXIT_STOPPED);
@@ -281,11 +291,12 @@ static int prepare(struct sweep *sweep, struct error *err)
 
 static int prepare_watched(struct sweep *sweep, struct error *err)
 {
+    struct early early = {.sweep = sweep};
     pthread_t watcher;
-    if (pthread_create(&watcher, NULL, end_early, &sweep->held) != 0)
+    if (pthread_create(&watcher, NULL, end_early, &early) != 0)
         die("pthread_create failed");
     int status = prepare(sweep, err);
-    pthread_cancel(watcher);
+    atomic_store(&early.over, true);
     pthread_join(watcher, NULL);
     return status;
 }
@@ -336,12 +347,12 @@ static int show(const struct options *options)
 {
     struct sweep sweep = {.options = options, .lock_fd = -1, .parallel = 1};
     struct error err = {""};
-    config_init(&sweep.config);
     if (!sweep_state_exists(options->show)) {
         log_error("--show %s: holds no sweep.json; say the folder of a sweep, its run.dir",
                   options->show);
         return EXIT_REFUSED;
     }
+    config_init(&sweep.config);
     int status = sweep_state_read(&sweep, options->show, &err) == 0 ? EXIT_DONE : EXIT_REFUSED;
     if (status == EXIT_DONE) {
         char *holder = folder_lock_holder(options->show);

@@ -22,6 +22,7 @@ from dtrain_tools.target_directory import write_head
 
 VOCABULARY_TILE = 16384  # rows of the head that are fp32 at the same time when the model is bf16
 NORM_NAMES = ("norm", "final_layernorm", "norm_f", "embedding_norm")
+QUANTISED_TOKENS = 8192  # whose states are fp32 at the same time when they become float8
 ALIKE = 0.01  # of the size of a state, which is rounded to bf16 on one side
 
 
@@ -293,13 +294,13 @@ def stored_tensor(tensor, kind):
 class Capture:
     """Hooks that keep the outputs of some decoder layers and the input of the final norm.
 
-    Each plane is turned to bf16 and cut to the real tokens inside its hook, so that no more than one
-    padded state exists beside the forward pass itself.
+    Each plane is turned to bf16 and cut to the real tokens inside its hook, into its place among the states of the
+    batch, so that no more than one padded state and no second copy of the others exist beside the forward pass itself.
     """
 
     def __init__(self, target, layer_ids, float8=False):
         self.target, self.layer_ids, self.float8 = target, layer_ids, float8
-        self.planes, self.keep = {}, None
+        self.batch, self.planes, self.keep = None, {}, None  # planes: views of batch [tokens, P, H]
         self.handles = []
 
     def __enter__(self):
@@ -323,16 +324,21 @@ class Capture:
         if states.shape[:-1] != self.keep.shape:
             raise InputError(f"model_type {self.target.config.model_type!r}: states of shape {list(states.shape)} for "
                              f"{list(self.keep.shape)} tokens: this model is not supported")
-        self.planes[plane] = states[self.keep.to(states.device)].to(torch.bfloat16).to(self.target.device)
+        if not self.planes:
+            self.batch = torch.empty(int(self.keep.sum()), len(self.layer_ids) + 1, states.shape[-1], dtype=torch.bfloat16,
+                                     device=self.target.device)
+        self.batch[:, plane] = states[self.keep.to(states.device)]
+        self.planes[plane] = self.batch[:, plane]
 
     def _stored(self):
-        """The states of all real tokens in host memory, taken out of planes."""
-        layers = torch.stack([self.planes.pop(p) for p in range(len(self.layer_ids))], dim=1)
-        last = self.planes.pop(len(self.layer_ids))
+        """The states of all real tokens in host memory; the device's are given up."""
+        batch, self.batch, self.planes = self.batch, None, {}
         if not self.float8:
-            return torch.cat([layers, last[:, None]], dim=1).cpu().view(torch.uint16).numpy()
-        codes, scales = quantise(layers)
-        return Float8(codes.cpu().numpy(), scales.cpu().numpy(), last.cpu().view(torch.uint16).numpy())
+            return batch.cpu().view(torch.uint16).numpy()
+        layers = len(self.layer_ids)
+        parts = [[part.cpu() for part in quantise(some[:, :layers])] for some in batch.split(QUANTISED_TOKENS)]
+        codes, scales = (torch.cat(part).numpy() for part in zip(*parts))
+        return Float8(codes, scales, batch[:, layers].cpu().view(torch.uint16).numpy())
 
     @staticmethod
     def _cut(states, begin, end):
@@ -346,7 +352,7 @@ class Capture:
         for row, document in enumerate(documents):
             ids[row, :len(document)] = torch.tensor(document)
         mask = torch.arange(longest)[None] < torch.tensor(lengths)[:, None]
-        self.planes, self.keep = {}, mask.to(device)
+        self.batch, self.planes, self.keep = None, {}, mask.to(device)
         positions = torch.arange(longest)[None].expand(len(documents), -1)
         with torch.inference_mode():
             out = self.target.decoder(input_ids=ids.to(device), attention_mask=mask.long().to(device),

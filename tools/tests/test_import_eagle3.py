@@ -65,6 +65,7 @@ class FromDumps(test_import.Case):
             "specforge": self.dumped(test_import.Specforge),
             "specforge.gz": self.dumped(test_import.Specforge, write=("eagle3", ".ckpt.gz")),
             "deepspec": self.dumped(test_import_dumps.Deepspec, layers=None),
+            "deepspec, float8": self.dumped(test_import_dumps.Deepspec, "--planes", "float8", layers=None),
             "modelopt of Transformers": self.dumped(modelopt, "--last-hidden", "post_norm"),
             "modelopt of vLLM": self.dumped(modelopt, "--last-hidden", "pre_norm", layers="2,3,4",
                                             numbering="vllm", write=(np.array,))}
@@ -111,6 +112,7 @@ class Eagle3(FromDumps):
                 found = self.scores(checkpoint, shard)
                 with h5py.File(shard, "r") as file:
                     exact = file.attrs["last_hidden"] == "pre_norm"  # else the teacher was rounded behind its norm
+                    self.assertEqual(file.attrs["dtype"] == "float8_e4m3", "float8" in name)
                 for what, value in expected.items():
                     self.assertLessEqual(abs(found[what] - value), 0 if exact else 0.02 * abs(value) + 0.01, what)
 
