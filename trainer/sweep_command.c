@@ -62,8 +62,9 @@ static int check_step_keys(const struct sweep *sweep, struct error *err)
 static int check_place(struct error *err)
 {
     struct rank_place place;
-    struct error ignored; // of a launcher that is half there: its runs say so
-    if (rank_place_read(&place, rank_variable, NULL, &ignored) == 0 && place.size > 1)
+    if (rank_place_read(&place, rank_variable, NULL, err) != 0)
+        return -1; // every run would say so
+    if (place.size > 1)
         return error_set(err,
                          "sweep: is one process that starts its runs itself, and %s has started "
                          "%d; start one",
