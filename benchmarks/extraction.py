@@ -152,7 +152,8 @@ def main():
           f"{target.device}", flush=True)
     for planes in args.planes.split(","):
         with Capture(target, layers, planes == "float8") as capture:
-            capture.run(documents[:2], args.teacher_rows)  # what is set up once
+            # What is set up once, and at first sight of a size, is in no figure.
+            run_budget(capture, documents[:max(2, len(documents) // 5)], 4096, args.teacher_rows)
             for kind, values in (("budget", args.budgets), ("fixed", args.fixed)):
                 for value in values:
                     table.line(capture, planes, kind, value)
