@@ -256,7 +256,10 @@ static int read_metadata(struct vocab_map *map, const struct safetensors *file, 
                          : fingerprint == NULL ? "fingerprint"
                                                : "coverage");
     map->target_model = memory_strdup(target);
-    map->coverage = strtod(coverage, NULL);
+    map->coverage = strtod(coverage, &end);
+    if (end == coverage || *end != '\0' || !(map->coverage >= 0.0 && map->coverage <= 1.0))
+        return error_set(err, "%s: metadata coverage is \"%s\", not a share from 0 to 1",
+                         file->path, coverage);
     map->fingerprint = strtoull(fingerprint, &end, 16);
     if (end == fingerprint || *end != '\0')
         return error_set(err, "%s: fingerprint is not a hexadecimal number", file->path);

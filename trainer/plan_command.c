@@ -49,10 +49,12 @@ static int take_memory(struct plan_run *run, struct error *err)
     return 0;
 }
 
-// Of N GPUs that are there, as many as a run takes that starts its ranks itself.
+// Of N GPUs that are there, as many as a run takes that starts its ranks itself; it starts none on a CPU.
 static int64_t ranks_of(const struct config *config, long long gpus)
 {
     int64_t most = config->data.rows_per_step;
+    if (config->run.device == DEVICE_CPU)
+        return 1;
     if (config->parallel.gpus > 0)
         return config->parallel.gpus;
     return most < gpus ? most : gpus;
