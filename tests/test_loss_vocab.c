@@ -586,7 +586,8 @@ static void chunks_agree(void **state)
     static const int64_t chunks[] = {1000, 2, 3, 7, 40, 131};
     struct bench *b = bench_open(DTYPE_F32);
     double *wanted = memory_alloc(N * H, sizeof(*wanted));
-    double *wanted_head = memory_alloc(VD * H, sizeof(*wanted_head)), w1[V * R], w2[VD * R];
+    double *wanted_head = memory_alloc(VD * H, sizeof(*wanted_head)), w1[V * R] = {0.0},
+           w2[VD * R] = {0.0};
     int32_t argmax[N];
     b->trainable = b->markov = true;
     set_terms(b, mixtures[1]);
