@@ -16,7 +16,8 @@ from dtrain_tools.rotary import rope_frequencies
 # What no server runs; each key's meaning. DSpark has the last two.
 UNSERVED = {"predict_from_anchor": "drafts start in slot 0", "sliding_window_non_causal": "sliding layers see the whole block",
             "window_origin": "windows are not measured from the query",
-            "sample_from_anchor": "drafts start in slot 0", "markov_rank": "a Markov head that no server looks for here"}
+            "sample_from_anchor": "drafts start in slot 0",
+            "markov_rank": "a Markov head, which of DFlash drafters has a place in `dtrain export --format speculators` alone"}
 
 
 def open_drafter(folder, target, dtype, drafts=None):
