@@ -246,7 +246,7 @@ static void add_sizes(cJSON *object, const char *directory, const struct state_l
 }
 
 static int add_file_sum(cJSON *sums, const char *directory, const char *file,
-                        int (*sum_of)(const char *, uint32_t *, struct error *), struct error *err)
+                        checkpoint_sum_fn *sum_of, struct error *err)
 {
     uint32_t sum = 0;
     char text[SUM_TEXT];

@@ -40,9 +40,10 @@ extern const char *const checkpoint_others[OTHER_FILES];
 #define STATE_FILE "state.json"
 enum { SUM_TEXT = 9 }; // bytes
 
+typedef int checkpoint_sum_fn(const char *path, uint32_t *sum, struct error *err);
 // Of a safetensors file's header. An array's file has the sums of its tensors there, so this stands for the file:
 // another checkpoint's has another one.
-int checkpoint_header_sum(const char *path, uint32_t *sum, struct error *err);
+checkpoint_sum_fn checkpoint_header_sum;
 // Of the text of state.json in front of its own entry; of all of it where there is none.
 uint32_t checkpoint_state_sum(const char *text);
 

@@ -53,46 +53,27 @@ uint32_t checkpoint_state_sum(const char *text)
     return crc32c(0, text, own != NULL ? (size_t)(own - text) : strlen(text));
 }
 
-// Checkpoints of earlier versions have none.
-static int check_header(const char *directory, const char *name, const cJSON *sums,
-                        struct error *err)
+// Of a file, or of its header, as sum_of says. Checkpoints of before there were sums have none.
+static int check_sum(const char *directory, const char *name, const cJSON *sums,
+                     checkpoint_sum_fn *sum_of, struct error *err)
 {
     const cJSON *wanted = cJSON_GetObjectItemCaseSensitive(sums, name);
-    struct error why = {""};
-    uint32_t sum = 0;
-    char text[SUM_TEXT];
-    if (wanted == NULL)
-        return 0;
-    char *path = memory_format("%s/%s", directory, name);
-    int result = checkpoint_header_sum(path, &sum, &why);
-    snprintf(text, sizeof(text), SUM_FORMAT, sum);
-    if (result != 0)
-        error_add(err, "%s", why.text);
-    else if (!cJSON_IsString(wanted) || strcmp(wanted->valuestring, text) != 0)
-        result = error_add(err,
-                           "%s: its header's checksum (CRC-32C) is %s, that of what was written is "
-                           "%s; the file is damaged or of another checkpoint",
-                           path, text, cJSON_IsString(wanted) ? wanted->valuestring : "missing");
-    free(path);
-    return result;
-}
-
-// Checkpoints of before there were sums have none.
-static int check_sum(const char *directory, const char *name, const cJSON *sums, struct error *err)
-{
-    const cJSON *wanted = cJSON_GetObjectItemCaseSensitive(sums, name);
+    struct error why = {""}; // err may have faults of other files
     uint32_t sum = 0;
     char text[SUM_TEXT];
     if (sums == NULL)
         return 0;
     char *path = memory_format("%s/%s", directory, name);
-    int result = files_crc32c(path, &sum, err);
+    int result = sum_of(path, &sum, &why);
     snprintf(text, sizeof(text), SUM_FORMAT, sum);
-    if (result == 0 && (!cJSON_IsString(wanted) || strcmp(wanted->valuestring, text) != 0))
+    if (result != 0)
+        error_add(err, "%s", why.text);
+    else if (!cJSON_IsString(wanted) || strcmp(wanted->valuestring, text) != 0)
         result = error_add(err,
-                           "%s: its checksum (CRC-32C) is %s, that of what was written is %s; the "
-                           "file is damaged or was edited",
-                           path, text, cJSON_IsString(wanted) ? wanted->valuestring : "missing");
+                           "%s: its %schecksum (CRC-32C) is %s, that of what was written is %s; "
+                           "the file was edited, is damaged or of another checkpoint",
+                           path, sum_of == checkpoint_header_sum ? "header's " : "", text,
+                           cJSON_IsString(wanted) ? wanted->valuestring : "missing");
     free(path);
     return result;
 }
@@ -175,13 +156,14 @@ static int check_files(const char *path, const struct json_file *state, int part
         for (int part = 0; part < parts && has_array(sizes, array, parts); part++) {
             char *file = checkpoint_array_file(array, part, parts);
             int status = check_file(path, file, sizes, err);
-            result |= status != 0 ? status : check_header(path, file, sums, err);
+            result |=
+                status != 0 ? status : check_sum(path, file, sums, checkpoint_header_sum, err);
             free(file);
         }
     for (int i = 0; i < OTHER_FILES; i++) {
         int status = check_file(path, checkpoint_others[i], sizes, err);
         if (status == 0 && i != SERVED_FILE)
-            status = check_sum(path, checkpoint_others[i], sums, err);
+            status = check_sum(path, checkpoint_others[i], sums, files_crc32c, err);
         result |= status;
     }
     return result;
@@ -208,8 +190,9 @@ int checkpoint_check_served(const char *path, struct error *err)
     struct json_file state;
     if (open_state(&state, path, err) != 0)
         return -1;
-    int result = check_sum(path, checkpoint_others[SERVED_FILE],
-                           cJSON_GetObjectItemCaseSensitive(state.root, "crc32c"), err);
+    int result =
+        check_sum(path, checkpoint_others[SERVED_FILE],
+                  cJSON_GetObjectItemCaseSensitive(state.root, "crc32c"), files_crc32c, err);
     json_close(&state);
     return result;
 }

@@ -13,6 +13,8 @@ void export_add_texts(cJSON *object, const char *name, const char *text);
 // The draft layers in the words of a Qwen3 configuration, or of Llama's where they have no norms of heads:
 // sizes, norms, rotary embedding, layer types.
 void export_add_layers(cJSON *object, const struct drafter_sizes *sizes);
+// With a Markov head a DFlash drafter is what speculators' layout calls DSpark.
+bool export_is_dspark(const struct drafter_sizes *sizes);
 // A checkpoint's own file states a Markov head, which no server knows.
 void export_add_markov(cJSON *object, const struct drafter_sizes *sizes);
 void export_add_layer_ids(cJSON *object, const char *name, const struct drafter_sizes *sizes,

@@ -33,10 +33,9 @@ static bool is_dflash(const struct drafter_sizes *sizes)
     return sizes->kind == DRAFTER_DFLASH;
 }
 
-// DFlash with a Markov head in speculators' layout is DSpark's.
 static bool as_dspark(const struct drafter_sizes *sizes, enum export_format format)
 {
-    return is_dflash(sizes) && sizes->markov_rank > 0 && format == EXPORT_SPECULATORS;
+    return export_is_dspark(sizes) && format == EXPORT_SPECULATORS;
 }
 
 static bool from_anchor(const struct drafter_sizes *sizes, enum export_format format)
@@ -112,13 +111,11 @@ static bool dspark_windows(const struct drafter_sizes *sizes, enum export_format
 static const struct reason reasons[] = {
     {"markov_rank",
      "this layout has no place for a Markov head, and a server would draft without it; of DFlash "
-     "drafters "
-     "--format speculators has",
+     "drafters --format speculators has",
      false, no_markov},
     {"layer_types",
      "with a Markov head only drafters whose layers are all full are written; what servers make of "
-     "windows "
-     "in DSpark's layout is not known",
+     "windows in DSpark's layout is not known",
      false, dspark_windows},
     {"predict_from_anchor",
      "no server of DFlash drafters without a Markov head reads slot 0; they take drafts from slot "

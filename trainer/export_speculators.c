@@ -4,8 +4,7 @@
 
 // ---- config.json ---------------------------------------------------------------------------------
 
-// With a Markov head a DFlash drafter is what this layout calls DSpark.
-static bool is_dspark(const struct drafter_sizes *sizes)
+bool export_is_dspark(const struct drafter_sizes *sizes)
 {
     return sizes->kind == DRAFTER_DFLASH && sizes->markov_rank > 0;
 }
@@ -14,7 +13,7 @@ static const char *algorithm(const struct drafter_sizes *sizes)
 {
     if (sizes->kind == DRAFTER_EAGLE3)
         return "eagle3";
-    return is_dspark(sizes) ? "dspark" : "dflash";
+    return export_is_dspark(sizes) ? "dspark" : "dflash";
 }
 
 static int64_t draft_count(const struct drafter_sizes *sizes)
@@ -74,7 +73,7 @@ static void add_dflash_speculator(cJSON *object, const struct drafter_sizes *siz
     json_add_int(object, "mask_token_id", sizes->mask_token_id);
     cJSON_AddBoolToObject(object, "sample_from_anchor", sizes->predict_from_anchor);
     add_windows(object, sizes);
-    if (!is_dspark(sizes))
+    if (!export_is_dspark(sizes))
         return;
     json_add_int(object, "markov_rank", sizes->markov_rank);
     cJSON_AddStringToObject(object, "markov_head_type", "vanilla");
@@ -87,7 +86,7 @@ static cJSON *make_config(const struct export_speculators *drafter)
     const struct drafter_sizes *sizes = drafter->sizes;
     bool eagle3 = sizes->kind == DRAFTER_EAGLE3;
     cJSON *object = cJSON_CreateObject();
-    const char *dflash = is_dspark(sizes) ? "DSparkSpeculator" : "DFlashSpeculator";
+    const char *dflash = export_is_dspark(sizes) ? "DSparkSpeculator" : "DFlashSpeculator";
     export_add_texts(object, "architectures", eagle3 ? "Eagle3Speculator" : dflash);
     cJSON_AddStringToObject(object, "speculators_model_type", algorithm(sizes));
     cJSON_AddStringToObject(object, "speculators_version", "0.9.0"); // the layout's

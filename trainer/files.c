@@ -113,17 +113,10 @@ char *files_read_text(const char *path, struct error *err)
     return text;
 }
 
-static void put_file(void *context, FILE *out)
-{
-    char buffer[65536];
-    for (size_t n; (n = fread(buffer, 1, sizeof(buffer), context)) > 0;)
-        fwrite(buffer, 1, n, out);
-}
-
 int files_crc32c(const char *path, uint32_t *sum, struct error *err)
 {
     enum { PIECE = 1 << 20 };
-    FILE *file = fopen(path, "rb");
+    FILE *file = fopen(path, "re");
     if (file == NULL)
         return error_set(err, "%s: can not open: %s", path, strerror(errno));
     unsigned char *bytes = memory_alloc(PIECE, 1);
@@ -134,6 +127,13 @@ int files_crc32c(const char *path, uint32_t *sum, struct error *err)
     fclose(file);
     free(bytes);
     return result;
+}
+
+static void put_file(void *context, FILE *out)
+{
+    char buffer[65536];
+    for (size_t n; (n = fread(buffer, 1, sizeof(buffer), context)) > 0;)
+        fwrite(buffer, 1, n, out);
 }
 
 int files_copy(const char *from, const char *to, struct error *err)
