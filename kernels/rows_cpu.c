@@ -88,8 +88,8 @@ static void sum_segment(const struct sum_rows *op, int64_t s)
         int64_t n = min_i64(PIECE, op->width - first);
         for (int32_t i = op->begin[s]; i < op->begin[s + 1]; i++) {
             int64_t row = op->from[i];
-            float scale = op->scale[row];
             BUG_UNLESS(row >= 0 && row < op->in_rows);
+            float scale = op->scale[row];
             for (int64_t c = 0; c < n && scale != 0.0f; c++)
                 sum[c] += scale * op->in[row * op->width + first + c];
         }

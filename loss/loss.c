@@ -205,7 +205,8 @@ static void chunks_make(struct loss *loss, const struct backend *backend, struct
     }
     backend->copy_in(stream, loss->index, loss->h_index,
                      (size_t)group->slot_count * INDICES * sizeof(*loss->index));
-    loss_markov_index(loss, backend, stream, group);
+    if (loss_has_markov(loss))
+        loss_markov_index(loss, backend, stream, group);
 }
 
 static void teacher_states(struct loss *loss, const struct backend *backend, struct stream *stream,

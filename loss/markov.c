@@ -68,8 +68,6 @@ void loss_markov_index(struct loss *loss, const struct backend *backend, struct 
             *order = loss->h_token_index + TOKEN_ORDER * width,
             *begin = loss->h_token_index + TOKEN_BEGIN * width,
             *token = loss->h_token_index + TOKEN * width;
-    if (!loss_has_markov(loss))
-        return;
     // The position whose teacher row predicts a token is the one in front of it.
     for (int64_t i = 0; i < count; i++) {
         of_row[i] = group->input_ids[loss->order[i].teacher_row];
