@@ -283,6 +283,25 @@ static void all_products_of_eagle3_are_shown(void **state)
     assert_true(multiplied_fixed > 100);
 }
 
+// Of scoring, too, where it compares with more of the vocabulary than training does.
+static void all_products_of_scoring_are_shown(void **state)
+{
+    static const char *const sets[] = {
+        "drafter.kind=eagle3",    "drafter.ttt_steps=2",
+        "drafter.style=llama",    "drafter.draft_vocab=map.safetensors",
+        "loss.out_of_vocab=kept", "loss.full_vocab_metrics=false",
+        "data.val=[val.h5]",      "validation.every=2"};
+    struct run_fixture *f = *state;
+    assert_int_equal(run_command(f, "map", false, "vocab", "--size", "24", "--out",
+                                 run_path(f, "map.safetensors"), run_path(f, "train.h5"), NULL),
+                     0);
+    for (size_t i = 0; i < sizeof(sets) / sizeof(*sets); i++)
+        run_fixture_set(f, sets[i]);
+    assert_int_equal(train(f, "scored", 3, "none"), EXIT_DONE);
+    assert_int_equal(unseen, 0);
+    assert_true(multiplied > 100);
+}
+
 int main(void)
 {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, open_fixture, close_fixture)
@@ -294,6 +313,7 @@ int main(void)
         TEST(all_products_of_a_step_are_shown),
         TEST(all_products_of_a_markov_head_are_shown),
         TEST(all_products_of_eagle3_are_shown),
+        TEST(all_products_of_scoring_are_shown),
     };
     return cmocka_run_group_tests_name("run_algorithms", tests, NULL, NULL);
 }

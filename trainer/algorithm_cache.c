@@ -25,7 +25,7 @@ char *algorithm_cache_folder(const char *key)
 }
 
 // Raised where a step multiplies otherwise over the same buffers: files kept before lack products then.
-enum { PRODUCTS_VERSION = 4 };
+enum { PRODUCTS_VERSION = 5 };
 
 static uint64_t mix_text(uint64_t hash, const char *text)
 {

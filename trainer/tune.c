@@ -51,6 +51,17 @@ static int run_group(struct step *step, const struct row *row)
     return stopped;
 }
 
+// Where training steps leave out the columns outside the draft vocabulary, scoring has products of its own.
+static int run_scoring(struct step *step, const struct row *row)
+{
+    const struct config *config = step->setup.config;
+    struct metrics metrics = {0};
+    struct walk walk = {0};
+    if (config->drafter.draft_vocab == NULL || config->loss.full_vocab_metrics)
+        return 0;
+    return step_evaluate(step, row, &metrics, &walk, NULL, NULL);
+}
+
 static bool is_muon(const struct step *step)
 {
     return step->setup.config->optimizer.kind == OPTIMIZER_MUON;
@@ -65,7 +76,8 @@ static int choose(struct step *step, struct execution *execution)
     backend->gemm_record(step->stream);
     step_begin(step);
     // The second group adds to the gradients that the first has begun.
-    bool stopped = run_group(step, &row) != 0 || run_group(step, &row) != 0;
+    bool stopped =
+        run_group(step, &row) != 0 || run_group(step, &row) != 0 || run_scoring(step, &row) != 0;
     backend->sync(step->stream);
     step_clock_read(&step->clock, backend, step->stream, 0);
     if (is_muon(step))
