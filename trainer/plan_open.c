@@ -6,6 +6,7 @@
 
 #include "base/log.h"
 #include "data/safetensors.h"
+#include "data/vocab_map.h"
 #include "trainer/files.h"
 
 static bool has_weights(const char *path)
@@ -287,13 +288,13 @@ static int open_data(struct plan_input *input, struct config *config, struct err
 // How many tokens a map that is not there yet is taken for: what most drafters have.
 enum { USUAL_DRAFT_VOCAB = 32000 };
 
-// The size of the draft vocabulary; of its file only the shape is looked at.
+// The size of the draft vocabulary; of its file only the tables are looked at.
 static int open_map(struct plan_input *input, const struct config *config, struct error *err)
 {
     const char *path = config->drafter.draft_vocab;
     int64_t vocab = input->target.vocab_size, *size = &input->subject.draft_vocab;
-    static const int64_t any = -1;
     struct safetensors file;
+    struct vocab_map map;
     if (config->drafter.kind != DRAFTER_EAGLE3 || path == NULL)
         return 0;
     if (!files_exists(path)) {
@@ -304,13 +305,14 @@ static int open_map(struct plan_input *input, const struct config *config, struc
     }
     if (safetensors_open(&file, path, err) != 0)
         return error_prefix(err, "drafter.draft_vocab");
-    const struct safetensors_entry *d2t = safetensors_get(&file, "d2t", "I64", 1, &any, err);
-    *size = d2t != NULL ? d2t->shape[0] : 0;
+    int result = vocab_map_tables(&map, &file, err);
+    if (result == 0 && map.vocab_size != vocab)
+        result = error_set(err, "%s is a map of %lld tokens, and the target has %lld", path,
+                           (long long)map.vocab_size, (long long)vocab);
+    *size = map.draft_size;
+    vocab_map_release(&map);
     safetensors_close(&file);
-    if (d2t == NULL || *size < 1 || *size > vocab)
-        return error_set(err, "drafter.draft_vocab: %s has no d2t of 1 to %lld tokens", path,
-                         (long long)vocab);
-    return 0;
+    return result == 0 ? 0 : error_prefix(err, "drafter.draft_vocab");
 }
 
 // auto without a GPU: whoever plans here trains elsewhere.
