@@ -62,9 +62,9 @@ static void watch_loss(struct watch *w)
     bool dflash = d->kind == DRAFTER_DFLASH;
     idle_unless(w, l->lk > 0.0, "loss", "lk_eta", "without loss.lk");
     idle_unless(w, dflash && l->slot_weight == SLOT_WEIGHT_EXP, "loss", "slot_decay_gamma",
-                "without loss.slot_weight exp");
+                dflash ? "without loss.slot_weight exp" : "with drafter.kind eagle3");
     idle_unless(w, dflash && l->slot_weight == SLOT_WEIGHT_DPACE, "loss", "dpace_alpha",
-                "without loss.slot_weight dpace");
+                dflash ? "without loss.slot_weight dpace" : "with drafter.kind eagle3");
     static const char *const of_map[] = {"out_of_vocab", "full_vocab_metrics"};
     for (size_t i = 0; i < sizeof(of_map) / sizeof(of_map[0]) && !dflash; i++)
         idle_unless(w, d->draft_vocab != NULL, "loss", of_map[i], "without drafter.draft_vocab");

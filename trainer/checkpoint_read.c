@@ -114,7 +114,10 @@ static int open_state(struct json_file *state, const char *path, struct error *e
     int result = json_open(state, name, err);
     free(name);
     if (result != 0)
-        return error_add(err, "%s is not a whole checkpoint", path);
+        return error_add(err,
+                         "%s is not a whole checkpoint; those of a run are checkpoints/step-... in "
+                         "its folder, and checkpoints/best",
+                         path);
     if (check_format(state, err) == 0 && check_own_sum(state, err) == 0)
         return 0;
     json_close(state);

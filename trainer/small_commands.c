@@ -36,8 +36,11 @@ int command_export(const struct options *options)
                                            .format = (enum export_format)format,
                                            .target = options->target,
                                            .allow = options->allow_unservable};
-    if ((options->raw ? export_raw_command : export_command)(&request, &err) == 0)
+    if ((options->raw ? export_raw_command : export_command)(&request, &err) == 0) {
+        log_info("%s: config.json and model.safetensors in the layout %s", options->out,
+                 options->format);
         return EXIT_DONE;
+    }
     log_error("%s", err.text);
     return EXIT_FAILED;
 }
