@@ -84,7 +84,7 @@ struct loss {
     const struct backend *backend;
     struct loss_order *order;    // [group_rows] private
     struct loss_chunk *chunks;   // [group_rows] private
-    struct loss_token *by_token; // [group_rows] private; these two only with a Markov head
+    struct loss_token *by_token; // [group_rows + 1] private; these two only with a Markov head
     int32_t *h_token_index;      // as token_index
     int64_t token_count;         // distinct ones of the running group
     int64_t width;               // of a student's logits: V, or Vd of a map

@@ -231,17 +231,6 @@ static void exports_hold_it(void **state)
     }
 }
 
-static void flip_last_bit(const char *path)
-{
-    FILE *file = fopen(path, "r+b");
-    assert_non_null(file);
-    assert_int_equal(fseek(file, -1, SEEK_END), 0);
-    int byte = fgetc(file);
-    assert_int_equal(fseek(file, -1, SEEK_END), 0);
-    assert_int_equal(fputc(byte ^ 1, file), byte ^ 1);
-    assert_int_equal(fclose(file), 0);
-}
-
 // Of either file that `export --raw` reads values from.
 static void damage_is_not_exported(void **state)
 {
@@ -253,11 +242,11 @@ static void damage_is_not_exported(void **state)
     for (int f = 0; f < 2; f++) {
         char *path =
             memory_format("%s/%s", run_checkpoint(&fixture, "average", RUN_STEPS), files[f]);
-        flip_last_bit(path);
+        fixture_flip_last_bit(path);
         int status = run_command(&fixture, "damaged", false, "export", "--checkpoint",
                                  run_checkpoint(&fixture, "average", RUN_STEPS), "--format", "zlab",
                                  "--out", out, "--raw", NULL);
-        flip_last_bit(path);
+        fixture_flip_last_bit(path);
         assert_int_equal(status, 1);
         run_must_say(&fixture, "damaged", texts[f]);
         char *model = memory_format("%s/model.safetensors", out);

@@ -30,13 +30,11 @@ static double chunk_bytes(const struct config *config, const struct drafter_size
     return low ? low_chunk_bytes : cuda_chunk_bytes;
 }
 
-// As few groups of so many rows at most as `rows` need, as equal as they can be.
+// As few groups of so many rows at most, whole blocks, as `rows` need; as equal as they can be.
 static int64_t even_group(int64_t most, int64_t rows, int64_t block)
 {
-    int64_t groups = (rows + most - 1) / most, blocks = rows / block;
-    if (groups <= 1)
-        return rows;
-    return (blocks + groups - 1) / groups * block;
+    int64_t blocks = rows / block, groups = (blocks + most / block - 1) / (most / block);
+    return groups <= 1 ? rows : (blocks + groups - 1) / groups * block;
 }
 
 static int64_t usual_group(const struct config *config, const struct drafter_sizes *sizes, bool cpu)

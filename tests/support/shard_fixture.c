@@ -177,6 +177,16 @@ char *fixture_path(const char *folder, const char *name)
     return memory_format("%s/%s", folder, name);
 }
 
+void fixture_flip_last_bit(const char *path)
+{
+    FILE *file = fopen(path, "r+b");
+    if (file == NULL || fseek(file, -1, SEEK_END) != 0)
+        die("%s: can not be damaged", path);
+    int byte = fgetc(file);
+    if (fseek(file, -1, SEEK_END) != 0 || fputc(byte ^ 1, file) != (byte ^ 1) || fclose(file) != 0)
+        die("%s: can not be damaged", path);
+}
+
 int shard_place_teardown(void **state)
 {
     struct shard_place *place = *state;
