@@ -14,6 +14,7 @@ import statistics
 PARTS = ("wait_seconds", "copy_seconds", "forward_seconds", "loss_seconds", "backward_seconds", "optimizer_seconds",
          "exchange_seconds")
 REST = "rest_seconds"
+MOST_KEYS = 3  # that runs of no sweep are named by
 # Keys that do not make a run another one.
 PLACES = ("run.dir", "run.device", "log.", "checkpoint.", "parallel.", "kernels.algorithms", "data.readers",
           "data.prefetch_rows", "data.spool", "data.check_crc", "memory.limit")
@@ -365,6 +366,9 @@ def open_report(folders):
         return open_sweep(sweeps[0])
     runs, notes = open_runs(folders)
     keys = differing_keys(runs) if len(runs) > 1 and all(run.config for run in runs) else []
+    if len(keys) > MOST_KEYS:
+        notes.append(f"The runs differ in {len(keys)} keys and go by their folders' names: {', '.join(keys)}")
+        keys = []
     for run in runs:
         run.values = {key: text_of(run.config.get(key)) for key in keys}
     title = runs[0].label if len(folders) == 1 else f"{len(runs)} runs"

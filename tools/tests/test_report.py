@@ -179,6 +179,15 @@ class Comparing(Folders):
         self.assertEqual(report.cells(*report.plane())[("128", "4")], "a128-b4")
         self.assertEqual(report.best, "a128-b16")
 
+    def test_runs_of_many_differences_go_by_their_folders(self):
+        names = ("anchors.max_anchors", "drafter.block_size", "run.max_steps", "validation.every")
+        folders = [self.usual("a", **{name: 32 for name in names}), self.usual("b", **{name: 64 for name in names})]
+        report = data.open_report(folders)
+        self.assertEqual(report.keys, [])
+        self.assertEqual([figures.Styles(report).name(run) for run in report.runs], ["a", "b"])
+        self.assertTrue(any("differ in 4 keys" in note and all(name in note for name in names) for note in report.notes))
+        self.assertEqual(len(data.open_report(folders[:1]).notes), 0)
+
     def test_names_of_keys_that_two_sections_have(self):
         every = {"validation.every": 10, "checkpoint.every": 10}
         report = data.open_report([self.usual("a", **every), self.usual("b", **{**every, "validation.every": 20})])
