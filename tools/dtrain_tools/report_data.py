@@ -132,6 +132,11 @@ class Run:
         """[(slot, share that agrees)] of a validation's line, or of a step's."""
         return [(k, value) for k, value in enumerate(agreement(validation)) if value is not None]
 
+    def by_draft(self, line):
+        """[(draft, share that agrees)], drafts from 1 on: slot 1 of a DFlash block, slot 0 of drafters that draft from there."""
+        first = self.config.get("drafter.kind") == "eagle3" or self.config.get("drafter.predict_from_anchor") is True
+        return [(k + first, value) for k, value in self.slots(line)]
+
     def block_size(self):
         return len(agreement(self.lines[-1]))
 

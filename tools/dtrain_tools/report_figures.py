@@ -244,13 +244,13 @@ def slots_of_run(report, styles):
     lines = chosen or run.steps[-1:]
     picked = sorted({round(i * (len(lines) - 1) / 4) for i in range(5)}) if len(lines) > 1 else [0]
     for rank, i in enumerate(picked):
-        points = run.slots(lines[i])
+        points = run.by_draft(lines[i])
         if not points:
             continue
         late = (rank + 1) / len(picked)
         axes.plot([k for k, _ in points], [v for _, v in points], color=SERIES[0], alpha=0.2 + 0.8 * late,
                   marker="o", markersize=3.5, linewidth=1.2 + late, label=f"step {format_step(lines[i]['step'])}")
-    axes.set_xlabel("slot of the block")
+    axes.set_xlabel("draft")
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     locate(axes.yaxis, 6, format_percent)
     axes.set_ylim(bottom=0)
@@ -364,11 +364,11 @@ def slots_of_runs(report, styles):
     figure, axes = start("Which drafts agree with the target, at the end", unit="share of slots", steps=False)
     for run in report.runs:
         lines = [line for line in run.validations if run.slots(line)] or run.steps[-1:]
-        points = run.slots(lines[-1]) if lines else []
+        points = run.by_draft(lines[-1]) if lines else []
         best = run.label == report.best
         axes.plot([k for k, _ in points], [v for _, v in points], marker="o", markersize=3,
                   linewidth=2.4 if best else 1.5, zorder=3 if best else 2, **styles.of(run.label))
-    axes.set_xlabel("slot of the block")
+    axes.set_xlabel("draft")
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     locate(axes.yaxis, 6, format_percent)
     axes.set_ylim(bottom=0)

@@ -91,6 +91,9 @@ class Reading(Folders):
         self.assertEqual(run.series("loss"), (list(range(1, 41)), [10.0 / step for step in range(1, 41)]))
         self.assertEqual(run.val_series("accept_len_walk"), ([0, 10, 20, 30, 40], [1.0, 1.3, 1.3, 1.5, 1.3]))
         self.assertEqual(run.slots(run.validations[-1]), [(1, 0.75), (2, 0.4)])
+        self.assertEqual(run.by_draft(run.validations[-1]), [(1, 0.75), (2, 0.4)])
+        run.config["drafter.kind"] = "eagle3"  # whose slot 0 is a draft
+        self.assertEqual(run.by_draft(run.validations[-1]), [(2, 0.75), (3, 0.4)])
         self.assertEqual(run.config["anchors.max_anchors"], 64)
 
     def test_what_is_null_is_left_out(self):
