@@ -281,21 +281,37 @@ static void flip_last_bit(char *bytes, size_t size)
     bytes[size - 1] ^= 1;
 }
 
-// As files of before there were sums: their names are not known.
-static void forget_sums(char *bytes, size_t size)
+// The first `from` becomes `to`, of the same length. Whether there is one.
+static bool exchange(char *bytes, size_t size, const char *from, const char *to)
 {
-    for (size_t i = 0; i + 6 <= size; i++)
-        if (memcmp(bytes + i, "crc32c", 6) == 0)
-            bytes[i] = 'x';
+    char *found = memmem(bytes, size, from, strlen(from));
+    if (found != NULL)
+        memcpy(found, to, strlen(to));
+    return found != NULL;
 }
 
-static void forget_first_sum(char *bytes, size_t size)
+#define EDIT(name, from, to)                                                                       \
+    static void name(char *bytes, size_t size)                                                     \
+    {                                                                                              \
+        assert_true(exchange(bytes, size, from, to));                                              \
+    }
+EDIT(forget_first_sum, "crc32c", "xrc32c")
+EDIT(forget_own_sum, "\"state.json\"", "\"xtate.json\"") // the last entry of that file
+EDIT(lower_version, "\"version\":\t2", "\"version\":\t1")
+EDIT(add_one_to_step, "\"step\":\t8", "\"step\":\t9")
+EDIT(make_row_negative, "\"row\":\t", "\"row\":\t-")
+
+static void forget_names(char *bytes, size_t size)
 {
-    for (size_t i = 0; i + 6 <= size; i++)
-        if (memcmp(bytes + i, "crc32c", 6) == 0) {
-            bytes[i] = 'x';
-            return;
-        }
+    while (exchange(bytes, size, "crc32c", "xrc32c"))
+        ;
+}
+
+// As files of before there were sums.
+static void forget_sums(char *bytes, size_t size)
+{
+    forget_names(bytes, size);
+    exchange(bytes, size, "\"version\":\t2", "\"version\":\t1");
 }
 
 static void a_changed_bit_is_refused_by_file_and_tensor(void **state)
@@ -358,11 +374,19 @@ static void a_sum_that_is_gone_is_refused(void **state)
     assert_names(err.text, "that of what was written is missing");
 }
 
-static void add_one_to_step(char *bytes, size_t size)
+// Version 2 says that there are sums: names of theirs that are damaged do not make it a checkpoint of before.
+static void damaged_names_of_sums_are_refused(void **state)
 {
-    char *step = memmem(bytes, size, "\"step\":\t8", 9);
-    assert_non_null(step);
-    step[8] = '9';
+    (void)state;
+    static void (*const damages[])(char *, size_t) = {forget_names, forget_first_sum,
+                                                      forget_own_sum, lower_version};
+    struct error err;
+    for (size_t i = 0; i < sizeof(damages) / sizeof(*damages); i++) {
+        write_step(8);
+        edit_file("step-00000008/state.json", damages[i]);
+        assert_int_equal(read_step("step-00000008", 8, &err), -1);
+        assert_names(err.text, "step-00000008/state.json: its checksum (CRC-32C) is");
+    }
 }
 
 static void a_changed_counter_is_refused(void **state)
@@ -398,13 +422,6 @@ static void a_file_of_another_checkpoint_is_refused(void **state)
         free(to);
         free(name);
     }
-}
-
-static void make_row_negative(char *bytes, size_t size)
-{
-    char *row = memmem(bytes, size, "\"row\":\t", 7);
-    assert_non_null(row);
-    row[7] = '-';
 }
 
 // Of before there were sums, and edited since.
@@ -757,6 +774,7 @@ int main(void)
         TEST(a_changed_bit_is_refused_by_file_and_tensor),
         TEST(a_checkpoint_without_sums_is_read),
         TEST(a_sum_that_is_gone_is_refused),
+        TEST(damaged_names_of_sums_are_refused),
         TEST(a_changed_counter_is_refused),
         TEST(a_file_of_another_checkpoint_is_refused),
         TEST(a_counter_that_no_run_writes_is_refused),

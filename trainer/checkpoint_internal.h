@@ -8,7 +8,9 @@
 #include "base/error.h"
 #include "trainer/state_layout.h"
 
-enum { STATE_VERSION = 1 };
+// Of state.json. From STATE_WITH_SUMS on all checksums are there, and one that is missing is damage; before, some or
+// all of them may be.
+enum { STATE_OLDEST = 1, STATE_WITH_SUMS = 2, STATE_VERSION = 2 };
 #define STATE_FORMAT "dtrain-checkpoint"
 
 #define COUNTERS(INT, REAL)                                                                        \

@@ -53,7 +53,8 @@ uint32_t checkpoint_state_sum(const char *text)
     return crc32c(0, text, own != NULL ? (size_t)(own - text) : strlen(text));
 }
 
-// Of a file, or of its header, as sum_of says. Checkpoints of before there were sums have none.
+// Of a file, or of its header, as sum_of says. Checkpoints of before there were sums have none; where they are due,
+// open_state has refused a file without them.
 static int check_sum(const char *directory, const char *name, const cJSON *sums,
                      checkpoint_sum_fn *sum_of, struct error *err)
 {
@@ -78,27 +79,27 @@ static int check_sum(const char *directory, const char *name, const cJSON *sums,
     return result;
 }
 
-static int check_format(const struct json_file *state, struct error *err)
+static int check_format(const struct json_file *state, int64_t *version, struct error *err)
 {
     char format[64];
-    int64_t version;
     if (json_get_text(state, "format", format, sizeof(format), err) != 0 ||
-        json_get_int(state, "version", &version, err) != 0)
+        json_get_int(state, "version", version, err) != 0)
         return -1;
-    if (strcmp(format, STATE_FORMAT) != 0 || version != STATE_VERSION)
-        return error_set(err, "%s: %s version %" PRId64 ", this program reads %s version %d",
-                         state->path, format, version, STATE_FORMAT, STATE_VERSION);
+    if (strcmp(format, STATE_FORMAT) != 0 || *version < STATE_OLDEST || *version > STATE_VERSION)
+        return error_set(err, "%s: %s version %" PRId64 ", this program reads %s versions %d to %d",
+                         state->path, format, *version, STATE_FORMAT, STATE_OLDEST, STATE_VERSION);
     return 0;
 }
 
-// Checkpoints of earlier versions have none.
-static int check_own_sum(const struct json_file *state, struct error *err)
+// Of all that stands in front of it, so of the version and of the other sums, too.
+static int check_own_sum(const struct json_file *state, int64_t version, struct error *err)
 {
     const cJSON *sums = cJSON_GetObjectItemCaseSensitive(state->root, "crc32c");
     const cJSON *wanted = cJSON_GetObjectItemCaseSensitive(sums, STATE_FILE);
     char text[SUM_TEXT];
     snprintf(text, sizeof(text), SUM_FORMAT, checkpoint_state_sum(state->text));
-    if (wanted == NULL || (cJSON_IsString(wanted) && strcmp(wanted->valuestring, text) == 0))
+    if (wanted == NULL ? version < STATE_WITH_SUMS
+                       : cJSON_IsString(wanted) && strcmp(wanted->valuestring, text) == 0)
         return 0;
     return error_set(err,
                      "%s: its checksum (CRC-32C) is %s, that of what was written is %s; the file "
@@ -108,6 +109,7 @@ static int check_own_sum(const struct json_file *state, struct error *err)
 
 static int open_state(struct json_file *state, const char *path, struct error *err)
 {
+    int64_t version;
     if (!files_is_folder(path))
         return error_set(err, "%s: there is no such checkpoint directory", path);
     char *name = memory_format("%s/" STATE_FILE, path);
@@ -118,7 +120,7 @@ static int open_state(struct json_file *state, const char *path, struct error *e
                          "%s is not a whole checkpoint; those of a run are checkpoints/step-... in "
                          "its folder, and checkpoints/best",
                          path);
-    if (check_format(state, err) == 0 && check_own_sum(state, err) == 0)
+    if (check_format(state, &version, err) == 0 && check_own_sum(state, version, err) == 0)
         return 0;
     json_close(state);
     return -1;
