@@ -434,9 +434,11 @@ static void forget_sums(const char *name)
 {
     const char *path = run_path(&fixture, "%s/state.json", name);
     char *text = program_text(path);
-    char *sums = strstr(text, "\"crc32c\"");
+    char *sums = strstr(text, "\"crc32c\""), *version = strstr(text, "\"version\":\t2");
     assert_non_null(sums);
+    assert_non_null(version);
     sums[1] = 'x';
+    version[strlen("\"version\":\t")] = '1';
     write_text(path, text);
     free(text);
 }
