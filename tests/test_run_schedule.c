@@ -524,7 +524,7 @@ static void export_and_its_refusals(void **state)
     assert_int_equal(export_run("plain", 4, "served", NULL), 0);
     must_be_copy("plain", "served", "config.json");
     must_be_copy("plain", "served", "model.safetensors");
-    assert_int_equal(export_run("plain", 4, "served", NULL), 1);
+    assert_int_equal(export_run("plain", 4, "served", NULL), 2);
     run_must_say(&fixture, "export", "exists already");
 
     assert_int_equal(run_train(&fixture, "ahead", "--set", "predict_from_anchor=true", NULL), 0);

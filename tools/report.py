@@ -37,7 +37,21 @@ def save_figures(figures, drawn, folder, kind):
         figures.save(plot, os.path.join(folder, f"{figure.name}.{kind}"), kind)
 
 
+def check_out(out):
+    """Before the work: drawing takes long."""
+    if os.path.isdir(out):
+        raise ReportError(f"--out: {out}: is a folder; name a file")
+    folder = os.path.dirname(out) or "."
+    if not os.path.isdir(folder):
+        raise ReportError(f"--out: {out}: there is no folder {folder}; make it first")
+    if not os.access(out if os.path.exists(out) else folder, os.W_OK):
+        raise ReportError(f"--out: {out}: can not be written")
+
+
 def run(arguments):
+    out = arguments.out or os.path.join(arguments.folders[0] if len(arguments.folders) == 1 else ".", "report.html")
+    if arguments.out:
+        check_out(out)
     report = open_report(arguments.folders)
     try:
         import matplotlib
@@ -47,7 +61,6 @@ def run(arguments):
         from dtrain_tools import report_page
     except ImportError as error:
         raise ReportError(f"{error}: the report needs matplotlib: pip install matplotlib") from error
-    out = arguments.out or os.path.join(arguments.folders[0] if len(arguments.folders) == 1 else ".", "report.html")
     drawn = figures.draw(report)
     text = report_page.page(report, drawn)
     with open(out, "w", encoding="utf-8") as file:

@@ -8,6 +8,7 @@
 #include "base/log.h"
 #include "trainer/checkpoint.h"
 #include "trainer/commands.h"
+#include "trainer/files.h"
 #include "trainer/plan_admit.h"
 #include "trainer/resume.h"
 #include "trainer/session.h"
@@ -81,6 +82,13 @@ static int load_weights(const struct session *session, const struct options *opt
     return status;
 }
 
+static int check_blocks(const struct options *options, struct error *err)
+{
+    if (options->blocks != NULL && files_check_write(options->blocks, err) != 0)
+        return error_prefix(err, "--blocks");
+    return 0;
+}
+
 static int open_blocks(const struct options *options, FILE **blocks, struct error *err)
 {
     if (options->blocks != NULL && (*blocks = fopen(options->blocks, "we")) == NULL)
@@ -122,7 +130,8 @@ int command_eval(const struct options *options)
     int status = EXIT_REFUSED;
     config_init(&config);
     signals_install();
-    if (session_config(&config, options->config, options->sets, options->set_count, SESSION_VAL,
+    if (check_blocks(options, &err) != 0 ||
+        session_config(&config, options->config, options->sets, options->set_count, SESSION_VAL,
                        &err) != 0 ||
         session_open(&session, &config, SESSION_VAL, &err) != 0)
         goto out;

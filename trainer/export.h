@@ -55,7 +55,9 @@ struct export_request {
 // `dtrain export`: from a complete checkpoint, with the refusals. Only speculators' layout reads more
 // than the checkpoint: the target. `out` is created and must not hold an export already.
 int export_command(const struct export_request *request, struct error *err);
-// The same with the weights themselves where the checkpoint's servable ones are their moving average.
+// Whether `out` is such a folder, before any work.
+int export_check_out(const char *out, struct error *err);
+// The same as export_command with the weights themselves where the checkpoint's servable ones are their moving average.
 int export_raw_command(const struct export_request *request, struct error *err);
 
 #endif

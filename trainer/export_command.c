@@ -242,6 +242,23 @@ static int write_files(const struct source *source, char *const *paths, struct e
     return result;
 }
 
+static int refuse_others(const char *out, struct error *err)
+{
+    int result = 0;
+    for (int i = 0; i < FILES && result == 0; i++) {
+        char *path = memory_format("%s/%s", out, names[i]);
+        if (files_exists(path))
+            result = error_set(err, "%s: exists already; choose another --out", path);
+        free(path);
+    }
+    return result;
+}
+
+int export_check_out(const char *out, struct error *err)
+{
+    return files_check_folder(out, err) != 0 ? error_prefix(err, "--out") : refuse_others(out, err);
+}
+
 // Files get their names when all of them are whole.
 static int publish(const struct source *source, struct error *err)
 {
@@ -251,10 +268,7 @@ static int publish(const struct source *source, struct error *err)
         begun[i] = memory_format("%s/.tmp-%s", out, names[i]);
         final[i] = memory_format("%s/%s", out, names[i]);
     }
-    int result = 0;
-    for (int i = 0; i < FILES && result == 0; i++)
-        if (files_exists(final[i]))
-            result = error_set(err, "%s: exists already; choose another --out", final[i]);
+    int result = refuse_others(out, err);
     if (result == 0)
         result = write_files(source, begun, err);
     for (int i = 0; i < FILES && result == 0; i++)

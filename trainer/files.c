@@ -4,6 +4,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <libgen.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -160,6 +161,79 @@ int files_sync_folder(const char *path, struct error *err)
     if (fsync(folder) != 0 && errno != EINVAL && errno != ENOTSUP)
         result = error_set(err, "%s: fsync failed: %s", path, strerror(errno));
     close(folder);
+    return result;
+}
+
+// The folder that holds a path. The caller frees.
+static char *folder_of(const char *path)
+{
+    char *copy = memory_strdup(path), *folder = memory_strdup(dirname(copy));
+    free(copy);
+    return folder;
+}
+
+// By a file that is made and removed: rights do not tell of file systems that are read-only or no place for files.
+static int try_folder(const char *folder, struct error *err)
+{
+    char *probe = memory_format("%s/.dtrain-XXXXXX", folder);
+    int result = 0, file = mkostemp(probe, O_CLOEXEC);
+    if (file < 0) {
+        result = error_set(err, "%s: no file can be created here: %s", folder, strerror(errno));
+    } else {
+        close(file);
+        unlink(probe);
+    }
+    free(probe);
+    return result;
+}
+
+static int try_folder_of(const char *path, struct error *err)
+{
+    char *folder = folder_of(path);
+    int result = files_is_folder(folder)
+                     ? try_folder(folder, err)
+                     : error_set(err, "%s: there is no folder %s; make it first", path, folder);
+    free(folder);
+    return result;
+}
+
+static bool names_folder(const char *path)
+{
+    size_t length = strlen(path);
+    return length == 0 || path[length - 1] == '/' || files_is_folder(path);
+}
+
+int files_check_replace(const char *path, struct error *err)
+{
+    if (names_folder(path))
+        return error_set(err, "%s: is a folder; name a file", path);
+    if (files_exists(path) && files_size(path) < 0)
+        return error_set(err, "%s: is not a plain file, and would be replaced", path);
+    return try_folder_of(path, err);
+}
+
+int files_check_write(const char *path, struct error *err)
+{
+    if (names_folder(path))
+        return error_set(err, "%s: is a folder; name a file", path);
+    if (!files_exists(path))
+        return try_folder_of(path, err);
+    if (access(path, W_OK) != 0)
+        return error_set(err, "%s: can not be written: %s", path, strerror(errno));
+    return 0;
+}
+
+int files_check_folder(const char *path, struct error *err)
+{
+    char *there = memory_strdup(path);
+    while (!files_exists(there)) { // ends at / or at .
+        char *above = folder_of(there);
+        free(there);
+        there = above;
+    }
+    int result = files_is_folder(there) ? try_folder(there, err)
+                                        : error_set(err, "%s: is not a folder", there);
+    free(there);
     return result;
 }
 

@@ -30,6 +30,11 @@ int files_crc32c(const char *path, uint32_t *sum, struct error *err);
 int files_copy(const char *from, const char *to, struct error *err);
 // Makes the entries of a folder durable.
 int files_sync_folder(const char *path, struct error *err);
+// Where a command is to write, looked at before its work; nothing is left there. A file that comes by way of a second
+// one beside it; one that is opened as it is, so also a device or a pipe; a folder that is made where it is missing.
+int files_check_replace(const char *path, struct error *err);
+int files_check_write(const char *path, struct error *err);
+int files_check_folder(const char *path, struct error *err);
 // Deletes a folder with the plain files in it (no folders inside).
 int files_remove_folder(const char *path, struct error *err);
 

@@ -27,7 +27,8 @@ int command_export(const struct options *options)
                   options->format);
         return EXIT_REFUSED;
     }
-    if (export_check_allowed(options->allow_unservable, &err) != 0) {
+    if (export_check_allowed(options->allow_unservable, &err) != 0 ||
+        export_check_out(options->out, &err) != 0) {
         log_error("%s", err.text);
         return EXIT_REFUSED;
     }

@@ -187,7 +187,7 @@ static int divide_machine(struct sweep *sweep, struct error *err)
 
 // ---- folder --------------------------------------------------------------------------------------
 
-static int open_folder(struct sweep *sweep, struct error *err)
+static int check_folder(const struct sweep *sweep, struct error *err)
 {
     char *checkpoints = memory_format("%s/checkpoints", sweep->folder);
     bool is_run = files_exists(checkpoints);
@@ -195,6 +195,11 @@ static int open_folder(struct sweep *sweep, struct error *err)
     if (is_run)
         return error_set(err, "run.dir: %s is the folder of a run; a sweep needs one of its own",
                          sweep->folder);
+    return files_check_folder(sweep->folder, err) != 0 ? error_prefix(err, "run.dir") : 0;
+}
+
+static int open_folder(struct sweep *sweep, struct error *err)
+{
     if (files_make_folder(sweep->folder, err) != 0 ||
         folder_lock_take(sweep->folder, "sweep", &sweep->lock_fd, err) != 0)
         return -1;
@@ -261,7 +266,7 @@ static int count_steps(struct sweep *sweep, struct error *err)
 static int plan_points(struct sweep *sweep, struct error *err)
 {
     bool only = sweep->options->plan_only, goes_on = sweep_state_exists(sweep->folder);
-    if (sweep_check_points(sweep, err) != 0)
+    if (sweep_check_points(sweep, err) != 0 || (!only && check_folder(sweep, err) != 0))
         return -1;
     if (goes_on && !only && open_folder(sweep, err) != 0)
         return -1;

@@ -11,6 +11,7 @@
 #include "data/safetensors.h"
 #include "trainer/checkpoint.h"
 #include "trainer/commands.h"
+#include "trainer/files.h"
 #include "trainer/plan_admit.h"
 #include "trainer/resume.h"
 #include "trainer/schedule.h"
@@ -460,6 +461,10 @@ int command_trace(const struct options *options)
     struct error err = {0};
     int status = EXIT_REFUSED;
     config_init(&trace.config);
+    if (files_check_replace(options->out, &err) != 0) {
+        error_prefix(&err, "--out");
+        goto out;
+    }
     if (session_config(&trace.config, options->config, options->sets, options->set_count,
                        SESSION_TRAIN, &err) != 0 ||
         session_open(&trace.session, &trace.config, SESSION_TRAIN, &err) != 0 ||

@@ -12,6 +12,7 @@
 #include "data/target.h"
 #include "data/vocab_map.h"
 #include "trainer/commands.h"
+#include "trainer/files.h"
 
 enum { SIZES = 5 }; // whose coverage is reported
 
@@ -136,6 +137,8 @@ static int make_map(const struct vocab_request *request, const struct documents 
 int vocab_command(const struct vocab_request *request, FILE *report, struct error *err)
 {
     struct documents documents;
+    if (files_check_replace(request->out, err) != 0)
+        return error_prefix(err, "--out");
     if (open_documents(request, &documents, err) != 0)
         return -1;
     int result = make_map(request, &documents, report, err);

@@ -371,6 +371,25 @@ class Drawing(Comparing):
         self.assertEqual(said.getvalue(), f"error: {self.path('none')}: there is no such folder\n")
 
 
+class Places(Folders):
+    """Where the page goes is looked at before the work, so before the folders."""
+
+    def refusal(self, out):
+        said = io.StringIO()
+        with mock.patch.object(sys, "argv", ["report.py", self.path("none"), "--out", out]), contextlib.redirect_stderr(said):
+            with self.assertRaises(SystemExit) as ended:
+                tool.main()
+        self.assertEqual(ended.exception.code, 2)
+        return said.getvalue()
+
+    def test_bad_places_are_refused_first(self):
+        os.makedirs(self.path("folder"))
+        self.assertIn("folder: is a folder; name a file", self.refusal(self.path("folder")))
+        self.assertIn("missing; make it first", self.refusal(self.path("missing", "page.html")))
+        self.assertIn("none: there is no such folder", self.refusal(self.path("page.html")))
+        self.assertFalse(os.path.exists(self.path("page.html")))
+
+
 class WithoutMatplotlib(Folders):
     def test_it_says_what_is_needed(self):
         hide = "import sys; sys.modules['matplotlib'] = None; sys.argv[0] = 'report.py'; import report; report.main()"

@@ -1,0 +1,160 @@
+// Where commands write: a place that can not be written is refused before their work. Each command line has a second
+// fault, which only that work would find.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "base/memory.h"
+#include "tests/support/run_fixture.h"
+#include "trainer/files.h"
+
+static struct run_fixture fixture;
+
+static int open_all(void **state)
+{
+    (void)state;
+    run_fixture_open(&fixture);
+    return 0;
+}
+
+static int close_all(void **state)
+{
+    (void)state;
+    run_fixture_close(&fixture);
+    return 0;
+}
+
+// A command with its option for what it writes; the words before that end with the second fault.
+static const struct writer {
+    const char *option;
+    bool config, replaces; // with --config; by way of a file beside
+    const char *words[6];
+} writers[] = {
+    {"--out", true, true, {"trace", "--checkpoint", "nowhere"}},
+    {"--out", false, true, {"vocab", "nowhere.h5", "--size", "4"}},
+    {"--out", false, true, {"data", "manifest", "nowhere.h5"}},
+    {"--blocks", true, false, {"eval", "--set", "data.val=[val.h5]", "--checkpoint", "nowhere"}},
+};
+
+static int write_to(const struct writer *writer, const char *place)
+{
+    const char *words[12];
+    int count = 0;
+    for (int i = 0; i < 6 && writer->words[i] != NULL; i++)
+        words[count++] = writer->words[i];
+    if (writer->config) {
+        words[count++] = "--config";
+        words[count++] = run_path(&fixture, "run.yaml");
+    }
+    words[count++] = writer->option;
+    words[count++] = place;
+    words[count] = NULL;
+    return program_run(run_path(&fixture, "out.out"), words);
+}
+
+static void must_refuse(const struct writer *writer, const char *place, const char *says)
+{
+    int status = write_to(writer, place);
+    char *words = memory_format("%s: %s", writer->option, says);
+    if (status != 2)
+        fail_msg("%s: status %d, where '%s' is expected", writer->words[0], status, words);
+    run_must_say(&fixture, "out", words);
+    assert_false(run_says(&fixture, "out", "nowhere"));
+    free(words);
+}
+
+static void places_of_files_are_checked_first(void **state)
+{
+    (void)state;
+    char *missing = memory_strdup(run_path(&fixture, "no/such/file"));
+    for (size_t i = 0; i < sizeof(writers) / sizeof(*writers); i++) {
+        must_refuse(&writers[i], fixture.folder, fixture.folder);
+        run_must_say(&fixture, "out", "is a folder; name a file");
+        must_refuse(&writers[i], missing, missing);
+        run_must_say(&fixture, "out", "no/such; make it first");
+        must_refuse(&writers[i], "/proc/file", "/proc: no file can be created here");
+        must_refuse(&writers[i], "new/", "new/: is a folder");
+        if (writers[i].replaces)
+            must_refuse(&writers[i], "/dev/null", "/dev/null: is not a plain file");
+        else
+            assert_int_equal(write_to(&writers[i], "/dev/null"), 1);
+        // What can be written is left alone.
+        assert_true(write_to(&writers[i], run_path(&fixture, "file")) > 0);
+        run_must_say(&fixture, "out", "nowhere");
+        assert_false(files_exists(run_path(&fixture, "file")));
+    }
+    free(missing);
+}
+
+static int export_to(const char *place)
+{
+    return run_command(&fixture, "out", false, "export", "--checkpoint", "nowhere", "--format",
+                       "zlab", "--out", place, NULL);
+}
+
+static void places_of_exports_are_checked_first(void **state)
+{
+    (void)state;
+    char *folder = memory_strdup(run_path(&fixture, "taken"));
+    struct error err = {""};
+    assert_int_equal(export_to("/proc/drafter"), 2);
+    run_must_say(&fixture, "out", "--out: /proc: no file can be created here");
+    assert_int_equal(export_to(run_path(&fixture, "run.yaml")), 2);
+    run_must_say(&fixture, "out", "run.yaml: is not a folder");
+    assert_int_equal(files_make_folder(folder, &err), 0);
+    assert_int_equal(files_write_text(run_path(&fixture, "taken/config.json"), "{}", &err), 0);
+    assert_int_equal(export_to(folder), 2);
+    run_must_say(&fixture, "out", "taken/config.json: exists already");
+    assert_int_equal(export_to(run_path(&fixture, "new/drafter")), 1);
+    run_must_say(&fixture, "out", "nowhere");
+    assert_false(files_exists(run_path(&fixture, "new")));
+    free(folder);
+}
+
+static int sweep_to(const char *place, const char *more)
+{
+    char *dir = memory_format("run.dir=%s", place);
+    int status = run_command(&fixture, "out", true, "sweep", "--grid", "layers=1,2", "--set", dir,
+                             "--device-memory", "5", more, NULL);
+    free(dir);
+    return status;
+}
+
+// Which nothing is written to by --plan-only.
+static void the_place_of_a_sweep_is_checked_first(void **state)
+{
+    (void)state;
+    assert_int_equal(sweep_to("/proc/sweep", NULL), 2);
+    run_must_say(&fixture, "out", "run.dir: /proc: no file can be created here");
+    assert_int_equal(sweep_to(run_path(&fixture, "run.yaml/sweep"), NULL), 2);
+    run_must_say(&fixture, "out", "run.yaml: is not a folder");
+    assert_int_equal(sweep_to("/proc/sweep", "--plan-only"), 2);
+    run_must_say(&fixture, "out", "can not be planned");
+}
+
+// It would take the place of the features.
+static void a_manifest_does_not_replace_its_shard(void **state)
+{
+    (void)state;
+    char *shard = memory_strdup(run_path(&fixture, "train.h5"));
+    int64_t size = files_size(shard);
+    assert_int_equal(
+        run_command(&fixture, "out", false, "data", "manifest", "--out", shard, shard, NULL), 2);
+    run_must_say(&fixture, "out", "train.h5: is one of the shards");
+    assert_int_equal(files_size(shard), size);
+    free(shard);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(places_of_files_are_checked_first),
+        cmocka_unit_test(places_of_exports_are_checked_first),
+        cmocka_unit_test(the_place_of_a_sweep_is_checked_first),
+        cmocka_unit_test(a_manifest_does_not_replace_its_shard),
+    };
+    return cmocka_run_group_tests_name("run_outputs", tests, open_all, close_all);
+}
