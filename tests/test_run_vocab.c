@@ -1,16 +1,19 @@
 // `dtrain vocab` (case C13): which tokens a map keeps, what is printed of it, shards and manifests, and what
 // is refused.
+#include <dirent.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include <cmocka.h>
 
 #include "base/memory.h"
 #include "data/safetensors.h"
 #include "tests/support/run_fixture.h"
+#include "trainer/files.h"
 
 enum { VOCAB = 10, TOKENS = 10 };
 
@@ -139,6 +142,42 @@ static void shards_in_any_order_and_a_manifest_give_the_same_map(void **state)
     must_be_the_same("ab", "m");
 }
 
+// The same map stays as it is, down to its time; another one is not lost.
+static void a_map_that_is_there_is_not_replaced(void **state)
+{
+    (void)state;
+    struct stat first, again;
+    const char *path = run_path(&fixture, "map.safetensors");
+    write_shards();
+    assert_int_equal(make("map", "4", "a.h5", "b.h5"), 0);
+    run_must_say(&fixture, "map", "written        ");
+    assert_int_equal(stat(path, &first), 0);
+    assert_int_equal(make("map", "4", "a.h5", "b.h5"), 0);
+    run_must_say(&fixture, "map", "there already  ");
+    assert_int_equal(make("map", "3", "a.h5", "b.h5"), 2);
+    run_must_say(&fixture, "map", "map.safetensors: exists already and is another map");
+    assert_int_equal(make("map", "4", "a.h5", NULL), 2);
+    assert_int_equal(stat(path, &again), 0);
+    assert_int_equal(first.st_ino, again.st_ino);
+    assert_int_equal(first.st_mtim.tv_sec, again.st_mtim.tv_sec);
+    assert_int_equal(first.st_mtim.tv_nsec, again.st_mtim.tv_nsec);
+    // Neither do files that are no maps, and nothing is left beside.
+    struct error err = {""};
+    assert_int_equal(files_write_text(run_path(&fixture, "text.safetensors"), "mine", &err), 0);
+    assert_int_equal(make("text", "4", "a.h5", "b.h5"), 2);
+    char *text = program_text(run_path(&fixture, "text.safetensors"));
+    assert_string_equal(text, "mine");
+    free(text);
+    struct dirent **found = NULL;
+    int count = scandir(fixture.folder, &found, NULL, alphasort), maps = 0;
+    for (int i = 0; i < count; i++) {
+        maps += strstr(found[i]->d_name, ".safetensors") != NULL;
+        free(found[i]);
+    }
+    free(found);
+    assert_int_equal(maps, 2);
+}
+
 static void what_can_not_be_counted_is_refused(void **state)
 {
     (void)state;
@@ -169,6 +208,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         TEST(the_most_frequent_tokens_are_kept),
         TEST(shards_in_any_order_and_a_manifest_give_the_same_map),
+        TEST(a_map_that_is_there_is_not_replaced),
         TEST(what_can_not_be_counted_is_refused),
     };
     return cmocka_run_group_tests_name("run_vocab", tests, NULL, NULL);

@@ -2,10 +2,12 @@
 // nor the file (data/vocab_map.h).
 #include "trainer/vocab_command.h"
 
+#include <errno.h>
 #include <inttypes.h>
 #include <limits.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/log.h"
 #include "base/memory.h"
@@ -91,7 +93,7 @@ static int64_t sizes_around(int64_t size, int64_t vocab, int64_t sizes[SIZES])
 
 static void print_report(FILE *report, const struct vocab_request *request,
                          const struct documents *documents, const struct vocab_map *map,
-                         const int64_t *counts)
+                         const int64_t *counts, bool there)
 {
     int64_t sizes[SIZES] = {0};
     int64_t count = sizes_around(request->size, documents->vocab_size, sizes);
@@ -102,8 +104,9 @@ static void print_report(FILE *report, const struct vocab_request *request,
     fprintf(report, "counted        %lld supervised tokens of %zu documents, %lld distinct ones\n",
             (long long)documents->supervised, documents->count, (long long)seen);
     fprintf(report, "fingerprint    %016" PRIx64 "\n", documents->fingerprint);
-    fprintf(report, "written        %s, %lld tokens, %.4f %% of the supervised ones\n",
-            request->out, (long long)map->draft_size, 100.0 * map->coverage);
+    fprintf(report, "%s  %s, %lld tokens, %.4f %% of the supervised ones\n",
+            there ? "there already" : "written      ", request->out, (long long)map->draft_size,
+            100.0 * map->coverage);
     if (seen < map->draft_size)
         fprintf(report,
                 "               only %lld of them were seen; the rest are the smallest ids that "
@@ -115,10 +118,32 @@ static void print_report(FILE *report, const struct vocab_request *request,
                 sizes[i] == map->draft_size ? "  written" : "");
 }
 
+// By way of a file beside it. A map that is there already stays: runs may depend on it. *there: it is the same.
+static int write_map(const struct vocab_map *map, const struct documents *documents,
+                     const char *out, bool *there, struct error *err)
+{
+    char *made = memory_format("%s.%ld", out, (long)getpid());
+    int result = vocab_map_write(map, documents, made, err);
+    if (result != 0)
+        error_prefix(err, "--out");
+    *there = result == 0 && files_equal(made, out);
+    if (result == 0 && !*there && files_exists(out))
+        result = error_set(err,
+                           "--out %s: exists already and is another map, which runs may use; "
+                           "choose another name, or remove it",
+                           out);
+    if (result == 0 && !*there && rename(made, out) != 0)
+        result = error_set(err, "--out %s: can not be written: %s", out, strerror(errno));
+    unlink(made);
+    free(made);
+    return result;
+}
+
 static int make_map(const struct vocab_request *request, const struct documents *documents,
                     FILE *report, struct error *err)
 {
     struct vocab_map map = {0};
+    bool there = false;
     int64_t *counts = memory_alloc((size_t)documents->vocab_size, sizeof(*counts));
     int result = check_target(request, documents, err);
     if (result == 0)
@@ -126,9 +151,9 @@ static int make_map(const struct vocab_request *request, const struct documents 
     if (result == 0 && vocab_map_make(&map, counts, documents->vocab_size, request->size, err) != 0)
         result = error_prefix(err, "--size");
     if (result == 0)
-        result = vocab_map_write(&map, documents, request->out, err);
+        result = write_map(&map, documents, request->out, &there, err);
     if (result == 0)
-        print_report(report, request, documents, &map, counts);
+        print_report(report, request, documents, &map, counts, there);
     vocab_map_release(&map);
     free(counts);
     return result;
