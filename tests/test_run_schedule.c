@@ -496,6 +496,25 @@ static void eval_refusals(void **state)
     run_must_say(&fixture, "none", "nowhere");
 }
 
+// No step of the run follows its last one; of a longer run one does.
+static void trace_of_a_run_that_is_over(void **state)
+{
+    (void)state;
+    struct safetensors trace;
+    assert_int_equal(run_train(&fixture, "run", "--set", "run.max_steps=4", NULL), 0);
+    assert_int_equal(run_command(&fixture, "over", true, "trace", "--checkpoint",
+                                 run_checkpoint(&fixture, "run", 4), "--out",
+                                 run_path(&fixture, "over.safetensors"), "--set", "run.max_steps=4",
+                                 NULL),
+                     2);
+    run_must_say(&fixture, "over", "step-00000004: is of step 4, and the run ends with step 4");
+    run_must_say(&fixture, "over", "--set run.max_steps");
+    assert_false(files_exists(run_path(&fixture, "over.safetensors")));
+    open_trace(&trace, "run", 4, "longer", "run.max_steps=5");
+    assert_string_equal(safetensors_metadata(&trace, "step"), "5");
+    safetensors_close(&trace);
+}
+
 // ---- export --------------------------------------------------------------------------------------
 
 static int export_run(const char *name, int64_t step, const char *out, const char *more)
@@ -555,6 +574,7 @@ int main(void)
         TEST(best_is_kept_and_marked),
         TEST(eval_is_the_validation),
         TEST(eval_refusals),
+        TEST(trace_of_a_run_that_is_over),
         TEST(export_and_its_refusals),
     };
     return cmocka_run_group_tests_name("run_schedule", tests, NULL, NULL);

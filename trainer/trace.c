@@ -61,6 +61,7 @@ struct trace {
     struct session session;
     struct release release; // that the first step starts from
     struct step step;
+    int64_t steps; // of the run
     struct trace_row *rows;
     int64_t row_count;
     struct column columns[COLUMN_COUNT];
@@ -370,6 +371,19 @@ static void keep_gradients(struct trace *trace)
         trace->grads[i] = (float)((double)trace->grads[i] / sum);
 }
 
+// A run that is over takes no further step, and its schedule and epochs have none to say.
+static int check_follows(const struct trace *trace, const char *checkpoint, struct error *err)
+{
+    int64_t step = trace->before.counters.step;
+    if (step < trace->steps)
+        return 0;
+    return error_set(err,
+                     "--checkpoint %s: is of step %lld, and the run ends with step %lld, so none "
+                     "follows; name an earlier checkpoint, or trace the step of a longer run: "
+                     "--set run.max_steps or --set run.epochs",
+                     checkpoint, (long long)step, (long long)trace->steps);
+}
+
 // The state before the step: of a checkpoint, or as a run begins. *status where a checkpoint is damaged: a
 // failure, as for a run.
 static int load_before(struct trace *trace, const struct options *options, int *status,
@@ -390,6 +404,9 @@ static int load_before(struct trace *trace, const struct options *options, int *
     *status = EXIT_FAILED;
     if (checkpoint_read(options->checkpoint, &trace->before, NULL, err) != 0)
         return -1;
+    *status = EXIT_REFUSED;
+    if (check_follows(trace, options->checkpoint, err) != 0)
+        return -1;
     step_load(&trace->step, &trace->before);
     return 0;
 }
@@ -399,6 +416,10 @@ static int open_trace(struct trace *trace, const struct options *options, int *s
                       struct error *err)
 {
     const struct params *params = &trace->session.params;
+    struct session_steps steps;
+    session_count_steps(&trace->session, &steps);
+    trace->steps = steps.total;
+    session_steps_release(&steps);
     struct step_setup setup = session_step_setup(&trace->session, true);
     const struct state_layout layout = {params, NULL, &trace->config.optimizer};
     model_state_open_as(&trace->before, &layout, false);
@@ -416,11 +437,8 @@ static int run_trace(struct trace *trace, const struct options *options, struct 
     if (run_rows(trace, err) != 0)
         return -1;
     keep_gradients(trace);
-    struct session_steps steps;
-    session_count_steps(&trace->session, &steps);
     trace->lr = schedule_lr(&trace->config.schedule, trace->config.optimizer.lr,
-                            trace->before.counters.step + 1, steps.total);
-    session_steps_release(&steps);
+                            trace->before.counters.step + 1, trace->steps);
     trace->after.counters.applied = trace->before.counters.applied + 1;
     step_apply(&trace->step, trace->lr, trace->after.counters.applied, &trace->outcome);
     step_save(&trace->step, &trace->after);
