@@ -42,15 +42,6 @@ static void open_run(struct run_folder *run, const struct counters *resumed)
         fail_msg("%s", err.text);
 }
 
-static void report_step(struct run_folder *run, int64_t step)
-{
-    struct metrics metrics = report_metrics();
-    struct step_report report = report_step_of(&metrics, step);
-    struct error err = {""};
-    if (run_folder_step(run, &report, 1000, &err) != 0)
-        fail_msg("%s", err.text);
-}
-
 static void report_validation(struct run_folder *run, int64_t step)
 {
     struct metrics metrics = report_metrics();
@@ -294,7 +285,7 @@ static void events_are_records_that_readers_accept(void **state)
     (void)state;
     struct run_folder run;
     open_run(&run, NULL);
-    report_step(&run, 300);
+    report_write_step(&run, 300);
     run_folder_close(&run);
     read_events(&events);
     assert_string_equal(events.items[0].version, "brain.Event:2");
@@ -346,19 +337,19 @@ static void a_resume_cuts_what_it_takes_again(void **state)
     open_run(&run, NULL);
     report_validation(&run, 0);
     for (int64_t step = 1; step <= 5; step++)
-        report_step(&run, step);
+        report_write_step(&run, step);
     run_folder_close(&run);
     open_run(&run, &(struct counters){.step = 3});
     report_validation(&run, 3);
-    report_step(&run, 4);
+    report_write_step(&run, 4);
     run_folder_close(&run);
     open_run(&run, &(struct counters){.step = 2}); // further back, over both files
-    report_step(&run, 3);
+    report_write_step(&run, 3);
     run_folder_close(&run);
     // The validation at step 3 was not behind this one's checkpoint either.
     open_run(&run, &(struct counters){.step = 3});
     report_validation(&run, 3);
-    report_step(&run, 4);
+    report_write_step(&run, 4);
     run_folder_close(&run);
     read_events(&events);
     assert_steps(&events, "train/loss", steps, 4);
@@ -378,7 +369,7 @@ static void a_validation_of_the_resumed_step_is_cut_when_it_comes_again(void **s
     struct run_folder run;
     open_run(&run, NULL);
     for (int64_t step = 1; step <= 3; step++)
-        report_step(&run, step);
+        report_write_step(&run, step);
     report_validation(&run, 3);
     run_folder_close(&run);
     open_run(&run, &(struct counters){.step = 3, .last_validation = 0});
@@ -400,13 +391,13 @@ static void half_a_record_is_cut(void **state)
     char *path = NULL;
     open_run(&run, NULL);
     for (int64_t step = 1; step <= 3; step++)
-        report_step(&run, step);
+        report_write_step(&run, step);
     run_folder_close(&run);
     free(file_bytes(0, &size, &path));
     assert_int_equal(truncate(path, (off_t)size - 7), 0);
     free(path);
     open_run(&run, &(struct counters){.step = 2});
-    report_step(&run, 3);
+    report_write_step(&run, 3);
     run_folder_close(&run);
     read_events(&events);
     assert_steps(&events, "train/loss", steps, 3);
@@ -420,7 +411,7 @@ static void a_run_that_begins_again_has_nothing_behind_it(void **state)
     for (int i = 0; i < 2; i++) {
         open_run(&run, NULL);
         report_validation(&run, 0);
-        report_step(&run, 1);
+        report_write_step(&run, 1);
         run_folder_close(&run);
     }
     read_events(&events);
@@ -437,7 +428,7 @@ static void a_record_that_does_not_fit_is_taken_back(void **state)
     size_t size = 0;
     char *path = NULL;
     open_run(&run, NULL);
-    report_step(&run, 1);
+    report_write_step(&run, 1);
     free(file_bytes(0, &size, &path));
     signal(SIGXFSZ, SIG_IGN);
     assert_int_equal(getrlimit(RLIMIT_FSIZE, &limit), 0);
@@ -448,7 +439,7 @@ static void a_record_that_does_not_fit_is_taken_back(void **state)
         event_file_scalar(run.events, "train/loss", 1.0);
     event_file_end(run.events);
     assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
-    report_step(&run, 3);
+    report_write_step(&run, 3);
     run_folder_close(&run);
     read_events(&events);
     assert_steps(&events, "train/loss", steps, 2);

@@ -38,16 +38,6 @@ static int close_test(void **state)
 
 // ---- helpers -------------------------------------------------------------------------------------
 
-static char *read_text(const char *name)
-{
-    struct error err = {""};
-    char *path = fixture_path(folder, name), *text = files_read_text(path, &err);
-    if (text == NULL)
-        fail_msg("%s", err.text);
-    free(path);
-    return text;
-}
-
 static bool is_there(const char *name)
 {
     char *path = fixture_path(folder, name);
@@ -66,7 +56,7 @@ static cJSON *export_config(const float *master)
                                            .target = &drafter.target};
     if (export_servable_write(folder, &written, &err) != 0)
         fail_msg("%s", err.text);
-    char *text = read_text("config.json");
+    char *text = fixture_text(folder, "config.json");
     cJSON *config = cJSON_Parse(text);
     assert_non_null(config);
     free(text);
@@ -153,7 +143,7 @@ static void numbers_are_written_as_people_write_them(void **state)
 {
     (void)state;
     cJSON_Delete(export_zeros());
-    char *text = read_text("config.json");
+    char *text = fixture_text(folder, "config.json");
     assert_non_null(strstr(text, "1e-06,"));
     assert_null(strstr(text, "9.99")); // the float nearest to 1e-6 as a double
     free(text);
@@ -161,7 +151,7 @@ static void numbers_are_written_as_people_write_them(void **state)
     drafter.config.drafter.rope_factor = 4.0;
     drafter_fixture_resolve(&drafter);
     cJSON_Delete(export_zeros());
-    text = read_text("config.json");
+    text = fixture_text(folder, "config.json");
     assert_non_null(strstr(text, "4.0")); // readers take a factor of 4 for a mistake
     free(text);
 }
@@ -339,7 +329,8 @@ static void the_command_copies_out_of_a_checkpoint(void **state)
     drafter_fixture_write(&drafter, folder, 4);
     if (export("step-00000004", "zlab", false, &err) != 0)
         fail_msg("%s", err.text);
-    char *a = read_text("step-00000004/config.json"), *b = read_text("deep/out/config.json");
+    char *a = fixture_text(folder, "step-00000004/config.json"),
+         *b = fixture_text(folder, "deep/out/config.json");
     assert_string_equal(a, b);
     char *from = fixture_path(folder, "step-00000004/model.safetensors");
     char *to = fixture_path(folder, "deep/out/model.safetensors");
@@ -446,7 +437,7 @@ static void mixed_layers_export_with_a_warning(void **state)
     int result = export("step-00000004", "zlab", false, &err);
     log_file_set(NULL);
     assert_int_equal(result, 0);
-    char *text = read_text("log.txt");
+    char *text = fixture_text(folder, "log.txt");
     assert_non_null(strstr(text, "V2 model runner"));
     free(text);
     free(log);

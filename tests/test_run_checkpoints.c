@@ -1,13 +1,11 @@
 // Checkpoint folders that are broken, and disks that are full, under the real program (case C7).
 #include <errno.h>
-#include <sched.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mount.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -15,6 +13,7 @@
 
 #include "base/memory.h"
 #include "tests/support/run_fixture.h"
+#include "tests/support/small_disk.h"
 #include "tests/support/shard_edit.h"
 #include "trainer/files.h"
 
@@ -167,31 +166,12 @@ static void a_stop_that_can_not_save(void **state)
     assert_int_equal(program_checkpoint(run_path(&fixture, "unsaved")), -1);
 }
 
-// A file system of 1 MB on the run folder, seen by this process and its children only. Skips where
-// that is not allowed.
-static void mount_small(const char *run)
-{
-    const char *path = run_path(&fixture, "%s", run);
-    assert_int_equal(mkdir(path, 0777), 0);
-    if (unshare(CLONE_NEWNS) != 0 || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0 ||
-        mount("tmpfs", path, "tmpfs", 0, "size=1m") != 0) {
-        print_message("skipped: no small tmpfs can be mounted: %s\n", strerror(errno));
-        skip();
-    }
-}
-
-static void enlarge(const char *run)
-{
-    if (mount(NULL, run_path(&fixture, "%s", run), NULL, MS_REMOUNT, "size=64m") != 0)
-        fail_msg("remount: %s", strerror(errno));
-}
-
 // Step 4 fits, later ones do not: each is reported, the run goes on to its end, which is not saved.
 // When there is room again step 4 resumes.
 static void full_disk(void **state)
 {
     (void)state;
-    mount_small("full");
+    small_disk_mount(run_path(&fixture, "full"));
     assert_int_equal(run_train(&fixture, "full", NULL), 1);
     char *text = program_text(run_path(&fixture, "full.out"));
     assert_int_equal(count_words(text, "could not be written; the run goes on"), 4);
@@ -199,11 +179,11 @@ static void full_disk(void **state)
     free(text);
     assert_int_equal(program_step(run_path(&fixture, "full")), RUN_STEPS);
     assert_int_equal(program_checkpoint(run_path(&fixture, "full")), 4);
-    enlarge("full");
+    small_disk_enlarge(run_path(&fixture, "full"));
     assert_int_equal(run_train(&fixture, "full", NULL), 0);
     run_must_say(&fixture, "full", "/checkpoints/step-00000004");
     run_must_equal(&fixture, "whole", "full", RUN_STEPS);
-    umount2(run_path(&fixture, "full"), MNT_DETACH);
+    small_disk_unmount(run_path(&fixture, "full"));
 }
 
 // Room is made while it runs: the end is saved, so all is well but for what was reported. The run is long, so
@@ -217,17 +197,17 @@ static void full_for_a_while(void **state)
     run_fixture_set(&fixture, "run.epochs=400");
     run_fixture_set(&fixture, "checkpoint.keep=2");
     assert_int_equal(run_train(&fixture, "long", NULL), 0);
-    mount_small("while");
+    small_disk_mount(run_path(&fixture, "while"));
     run_train_start(&fixture, &program, "while", "--set", "checkpoint.background=true", NULL);
     const char *output = run_path(&fixture, "while.out");
     while (!program_says(output, "could not be written; the run goes on")) {
         assert_true(program_runs(&program));
         run_sleep(0.002);
     }
-    enlarge("while");
+    small_disk_enlarge(run_path(&fixture, "while"));
     assert_int_equal(program_wait(&program, 120.0), 0);
     run_must_equal(&fixture, "long", "while", STEPS);
-    umount2(run_path(&fixture, "while"), MNT_DETACH);
+    small_disk_unmount(run_path(&fixture, "while"));
 }
 
 int main(void)

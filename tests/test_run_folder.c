@@ -46,16 +46,6 @@ static void open_run(struct run_folder *run, int64_t step, bool tensorboard)
         fail_msg("%s", err.text);
 }
 
-static char *read_text(const char *name)
-{
-    struct error err = {""};
-    char *path = fixture_path(folder, name), *text = files_read_text(path, &err);
-    if (text == NULL)
-        fail_msg("%s", err.text);
-    free(path);
-    return text;
-}
-
 static void write_text(const char *name, const char *text)
 {
     struct error err = {""};
@@ -65,19 +55,10 @@ static void write_text(const char *name, const char *text)
     free(path);
 }
 
-static void report_step(struct run_folder *run, int64_t step)
-{
-    struct metrics metrics = report_metrics();
-    struct step_report report = report_step_of(&metrics, step);
-    struct error err = {""};
-    if (run_folder_step(run, &report, 10, &err) != 0)
-        fail_msg("%s", err.text);
-}
-
 // Line `n` of metrics.jsonl; NULL: there are fewer.
 static cJSON *metrics_line(int n)
 {
-    char *text = read_text("metrics.jsonl"), *rest = NULL;
+    char *text = fixture_text(folder, "metrics.jsonl"), *rest = NULL;
     char *line = strtok_r(text, "\n", &rest);
     for (; n > 0 && line != NULL; n--)
         line = strtok_r(NULL, "\n", &rest);
@@ -164,7 +145,7 @@ static void folders_are_made_and_messages_logged(void **state)
     assert_true(files_is_folder(run.checkpoints));
     log_warn("a message %d", 17);
     run_folder_close(&run);
-    char *text = read_text("a/b/run/log.txt");
+    char *text = fixture_text(folder, "a/b/run/log.txt");
     assert_non_null(strstr(text, "a message 17"));
     free(text);
     free(deep);
@@ -220,7 +201,7 @@ static void a_step_says_everything_by_name(void **state)
     enum { FIELDS = sizeof(fields) / sizeof(*fields) };
     struct run_folder run;
     open_run(&run, 0, false);
-    report_step(&run, 3);
+    report_write_step(&run, 3);
     run_folder_close(&run);
     cJSON *line = metrics_line(0);
     for (int i = 0; i < FIELDS; i++)
@@ -327,11 +308,11 @@ static void a_resume_keeps_whole_lines_up_to_its_step(void **state)
                                 "{\"step\":2,\"loss\":1}"); // torn, or at least without its end
     struct run_folder run;
     open_run(&run, 2, false);
-    report_step(&run, 3);
+    report_write_step(&run, 3);
     run_folder_close(&run);
     assert_steps(kept, 5);
     open_run(&run, 0, false); // a run that starts has no lines
-    report_step(&run, 1);
+    report_write_step(&run, 1);
     run_folder_close(&run);
     assert_steps(from_start, 1);
 }
@@ -342,12 +323,12 @@ static void a_resume_of_everything_changes_nothing(void **state)
     struct run_folder run;
     open_run(&run, 0, false);
     for (int64_t step = 1; step <= 5; step++)
-        report_step(&run, step);
+        report_write_step(&run, step);
     run_folder_close(&run);
-    char *before = read_text("metrics.jsonl");
+    char *before = fixture_text(folder, "metrics.jsonl");
     open_run(&run, 5, false);
     run_folder_close(&run);
-    char *after = read_text("metrics.jsonl");
+    char *after = fixture_text(folder, "metrics.jsonl");
     assert_string_equal(before, after);
     free(before);
     free(after);
@@ -361,8 +342,8 @@ static void a_full_disk_does_not_end_the_run(void **state)
     fclose(run.metrics);
     run.metrics = fopen("/dev/full", "a");
     assert_non_null(run.metrics);
-    report_step(&run, 1);
-    report_step(&run, 2);
+    report_write_step(&run, 1);
+    report_write_step(&run, 2);
     assert_true(run.metrics_failed);
     run_folder_close(&run);
 }
@@ -373,8 +354,8 @@ static void a_line_that_does_not_fit_is_taken_back(void **state)
     static const int steps[] = {1, 3};
     struct run_folder run;
     open_run(&run, 0, false);
-    report_step(&run, 1);
-    char *text = read_text("metrics.jsonl");
+    report_write_step(&run, 1);
+    char *text = fixture_text(folder, "metrics.jsonl");
     signal(SIGXFSZ, SIG_IGN);
     struct rlimit limit;
     assert_int_equal(getrlimit(RLIMIT_FSIZE, &limit), 0);
@@ -387,7 +368,7 @@ static void a_line_that_does_not_fit_is_taken_back(void **state)
     assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
     assert_int_equal(result, -1);
     assert_non_null(strstr(err.text, "metrics.jsonl"));
-    report_step(&run, 3);
+    report_write_step(&run, 3);
     run_folder_close(&run);
     assert_steps(steps, 2);
     free(text);
@@ -400,9 +381,9 @@ static void progress_comes_every_so_many_steps_and_at_the_end(void **state)
     open_run(&run, 0, false);
     run.terminal = false;
     for (int64_t step = 1; step <= 100; step += step < 21 ? 1 : 79)
-        report_step(&run, step);
+        report_write_step(&run, step);
     run_folder_close(&run);
-    char *text = read_text("log.txt");
+    char *text = fixture_text(folder, "log.txt");
     assert_non_null(strstr(text, "step 10/100 "));
     assert_non_null(strstr(text, "step 20/100 "));
     assert_non_null(strstr(text, "step 100/100 "));

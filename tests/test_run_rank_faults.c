@@ -1,15 +1,12 @@
 // What goes wrong on one of two ranks is the same for both, through the real program under mpirun: gradients
 // that are not finite (case C12), bad documents, damaged checkpoints and full disks (C7), signals (C6).
-#include <errno.h>
 #include <math.h>
-#include <sched.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mount.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -20,6 +17,7 @@
 #include "base/timer.h"
 #include "tests/support/run_fixture.h"
 #include "tests/support/shard_edit.h"
+#include "tests/support/small_disk.h"
 #include "trainer/commands.h"
 #include "trainer/files.h"
 
@@ -57,16 +55,6 @@ static int close_all(void **state)
     (void)state;
     run_fixture_close(&fixture);
     return 0;
-}
-
-static double state_number(const char *run, int64_t step, const char *name)
-{
-    char *path = memory_format("%s/state.json", run_checkpoint(&fixture, run, step));
-    cJSON *object = program_json(path);
-    double value = program_number(object, name);
-    cJSON_Delete(object);
-    free(path);
-    return value;
 }
 
 // ---- bad numbers ---------------------------------------------------------------------------------
@@ -120,8 +108,8 @@ static void nonfinite_steps_are_skipped_by_all(void **state)
         if (skip && step > 1)
             assert_true(program_same_state(run_checkpoint(&fixture, "overflow-2", step - 1),
                                            run_checkpoint(&fixture, "overflow-2", step)));
-        assert_true(state_number("overflow-2", step, "skipped_nonfinite") == skipped);
-        assert_true(state_number("overflow-1", step, "skipped_nonfinite") == skipped);
+        assert_true(run_state_number(&fixture, "overflow-2", step, "skipped_nonfinite") == skipped);
+        assert_true(run_state_number(&fixture, "overflow-1", step, "skipped_nonfinite") == skipped);
     }
     cJSON_Delete(metrics);
     assert_true(skipped >= 1 && skipped <= 6);
@@ -142,9 +130,9 @@ static void bad_documents_are_counted_by_all(void **state)
     assert_int_equal(run_train(&fixture, "skip-2", NULL), 0);
     fixture.ranks = 0;
     assert_int_equal(run_train(&fixture, "skip-1", NULL), 0);
-    double bad = state_number("skip-1", RUN_STEPS, "bad_documents");
+    double bad = run_state_number(&fixture, "skip-1", RUN_STEPS, "bad_documents");
     assert_true(bad > 0.0);
-    assert_true(state_number("skip-2", RUN_STEPS, "bad_documents") == bad);
+    assert_true(run_state_number(&fixture, "skip-2", RUN_STEPS, "bad_documents") == bad);
     run_must_say(&fixture, "skip-2", "left out: ");
 }
 
@@ -235,35 +223,21 @@ static void unreadable_parts(void **state)
     run_must_equal(&fixture, "whole", "damaged", RUN_STEPS);
 }
 
-// A small file system on the run folder, seen by this process and its children only. Skips where that is
-// not allowed.
-static void mount_small(const char *run)
-{
-    const char *path = run_path(&fixture, "%s", run);
-    assert_int_equal(mkdir(path, 0777), 0);
-    if (unshare(CLONE_NEWNS) != 0 || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0 ||
-        mount("tmpfs", path, "tmpfs", 0, "size=1m") != 0) {
-        print_message("skipped: no small tmpfs can be mounted: %s\n", strerror(errno));
-        skip();
-    }
-}
-
 static void full_disk(void **state)
 {
     (void)state;
-    mount_small("full");
+    small_disk_mount(run_path(&fixture, "full"));
     run_fixture_set(&fixture, "checkpoint.background=true");
     assert_int_equal(run_train(&fixture, "full", NULL), 1);
     run_must_say(&fixture, "full", "could not be written; the run goes on");
     run_must_say(&fixture, "full", "No space left on device");
     assert_int_equal(program_step(run_path(&fixture, "full")), RUN_STEPS);
     assert_int_equal(program_checkpoint(run_path(&fixture, "full")), 4);
-    if (mount(NULL, run_path(&fixture, "full"), NULL, MS_REMOUNT, "size=64m") != 0)
-        fail_msg("remount: %s", strerror(errno));
+    small_disk_enlarge(run_path(&fixture, "full"));
     assert_int_equal(run_train(&fixture, "full", NULL), 0);
     run_must_say(&fixture, "full", "/checkpoints/step-00000004");
     run_must_equal(&fixture, "whole", "full", RUN_STEPS);
-    umount2(run_path(&fixture, "full"), MNT_DETACH);
+    small_disk_unmount(run_path(&fixture, "full"));
 }
 
 // ---- signals -------------------------------------------------------------------------------------

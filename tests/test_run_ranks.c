@@ -227,16 +227,6 @@ static void write_barren(const char *path)
     fixture_shard(path, &options);
 }
 
-static double state_number(const char *run, const char *name)
-{
-    char *path = memory_format("%s/state.json", run_checkpoint(&fixture, run, RUN_STEPS));
-    cJSON *object = program_json(path);
-    double value = program_number(object, name);
-    cJSON_Delete(object);
-    free(path);
-    return value;
-}
-
 static void ranks_with_nothing(void **state)
 {
     (void)state;
@@ -252,9 +242,9 @@ static void ranks_with_nothing(void **state)
     must_train_alike("barren-1", "barren-3", 1e-5);
     must_have_near_weights("barren-1", "barren-2", RUN_STEPS, 1e-6);
     must_have_near_weights("barren-1", "barren-3", RUN_STEPS, 1e-6);
-    double empty = state_number("barren-1", "skipped_empty");
+    double empty = run_state_number(&fixture, "barren-1", RUN_STEPS, "skipped_empty");
     assert_true(empty > 0.0 && empty < RUN_STEPS / 2);
-    assert_true(state_number("barren-2", "skipped_empty") == empty);
+    assert_true(run_state_number(&fixture, "barren-2", RUN_STEPS, "skipped_empty") == empty);
     run_must_say(&fixture, "barren-2", "no valid anchor in its 2 rows");
 }
 

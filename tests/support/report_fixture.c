@@ -1,5 +1,12 @@
 #include "tests/support/report_fixture.h"
 
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
 struct metrics report_metrics(void)
 {
     struct metrics metrics = {.loss = 6.0,
@@ -48,4 +55,13 @@ struct step_report report_step_of(const struct metrics *metrics, int64_t step)
                                 .flops = 1e12,
                                 .disk_seconds = 3.0,
                                 .copy_seconds = 0.125};
+}
+
+void report_write_step(struct run_folder *folder, int64_t step)
+{
+    struct metrics metrics = report_metrics();
+    struct step_report report = report_step_of(&metrics, step);
+    struct error err = {""};
+    if (run_folder_step(folder, &report, 10, &err) != 0)
+        fail_msg("%s", err.text);
 }

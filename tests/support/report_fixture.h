@@ -7,5 +7,7 @@
 struct metrics report_metrics(void);
 // Of step `step` of 100: two seconds, blocks of 4, losses kl and tv.
 struct step_report report_step_of(const struct metrics *metrics, int64_t step);
+// Reports that step, with those metrics, to an open run folder; a fault fails the test.
+void report_write_step(struct run_folder *folder, int64_t step);
 
 #endif

@@ -296,6 +296,17 @@ const char *run_checkpoint(const struct run_fixture *fixture, const char *name, 
     return run_path(fixture, "%s/checkpoints/step-%08lld", name, (long long)step);
 }
 
+double run_state_number(const struct run_fixture *fixture, const char *name, int64_t step,
+                        const char *number)
+{
+    char *path = memory_format("%s/state.json", run_checkpoint(fixture, name, step));
+    cJSON *object = program_json(path);
+    double value = program_number(object, number);
+    cJSON_Delete(object);
+    free(path);
+    return value;
+}
+
 // The lines of a run without these members, NULL at the end.
 static cJSON *lines_without(const struct run_fixture *fixture, const char *name,
                             const char *const *members)

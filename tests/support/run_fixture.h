@@ -52,6 +52,9 @@ void run_remove(const struct run_fixture *fixture, const char *name);
 void run_sleep(double seconds);
 // Checkpoint folder of a step.
 const char *run_checkpoint(const struct run_fixture *fixture, const char *name, int64_t step);
+// A number of state.json in that folder.
+double run_state_number(const struct run_fixture *fixture, const char *name, int64_t step,
+                        const char *number);
 // Fails when two run folders do not hold the same metrics lines and the same state at `step`.
 void run_must_equal(const struct run_fixture *fixture, const char *first, const char *second,
                     int64_t step);

@@ -10,6 +10,7 @@
 #include "base/log.h"
 #include "base/memory.h"
 #include "base/rng.h"
+#include "trainer/files.h"
 
 enum { DEFAULT_LENGTH = 16 };
 
@@ -175,6 +176,16 @@ void fixture_folder_remove(char *folder)
 char *fixture_path(const char *folder, const char *name)
 {
     return memory_format("%s/%s", folder, name);
+}
+
+char *fixture_text(const char *folder, const char *name)
+{
+    struct error err = {""};
+    char *path = fixture_path(folder, name), *text = files_read_text(path, &err);
+    if (text == NULL)
+        die("%s", err.text);
+    free(path);
+    return text;
 }
 
 void fixture_flip_last_bit(const char *path)

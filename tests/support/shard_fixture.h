@@ -50,6 +50,8 @@ char *fixture_folder(void);
 void fixture_folder_remove(char *folder);
 // folder/name; the caller frees it.
 char *fixture_path(const char *folder, const char *name);
+// What the file folder/name holds; the caller frees it. No such file: the test ends.
+char *fixture_text(const char *folder, const char *name);
 // Damages a file without a change of its size.
 void fixture_flip_last_bit(const char *path);
 

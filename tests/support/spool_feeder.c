@@ -182,7 +182,7 @@ void feeder_start(struct feeder *feeder)
     feed(feeder);
 }
 
-bool feeder_runs(const struct feeder *feeder)
+static bool still_runs(const struct feeder *feeder)
 {
     siginfo_t info = {0};
     if (waitid(P_PID, (id_t)feeder->pid, &info, WEXITED | WNOHANG | WNOWAIT) != 0)
@@ -203,9 +203,9 @@ int feeder_wait(struct feeder *feeder, double seconds)
 {
     double end = timer_now() + seconds;
     int status = 0;
-    while (feeder_runs(feeder) && timer_now() < end)
+    while (still_runs(feeder) && timer_now() < end)
         pause_shortly();
-    if (feeder_runs(feeder)) {
+    if (still_runs(feeder)) {
         feeder_kill(feeder);
         fail_msg("the feeder did not end in time");
     }

@@ -18,7 +18,6 @@ struct feeder {
 };
 
 void feeder_start(struct feeder *feeder);
-bool feeder_runs(const struct feeder *feeder);
 void feeder_kill(struct feeder *feeder);
 // Its exit status; one that does not end in time is killed and fails the test.
 int feeder_wait(struct feeder *feeder, double seconds);
