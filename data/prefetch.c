@@ -50,9 +50,8 @@ struct prefetch {
     bool stopped, left_behind; // what prefetch_stop came to; its caller's
     bool halted;               // a row failed: nothing more is planned
     uint64_t progress;         // grows with every document and every epoch's packing
-    int64_t skipped;
-    struct error stall; // "" while all is well
-    bool given_up;      // stop() ended a wait
+    struct error stall;        // "" while all is well
+    bool given_up;             // stop() ended a wait
 
     // the plan: next row to be planned. Only the thread that has set `planning` touches the packing.
     bool planning, packed;
@@ -192,7 +191,6 @@ static void read_next(struct prefetch *prefetch, struct reader *reader, struct p
     place->row.read_seconds += seconds;
     if (skip) {
         place->row.bad_documents++;
-        prefetch->skipped++;
     } else if (result != 0 && (place->failed < 0 || d < place->failed)) {
         place->failed = d; // the first in the row, whichever thread was faster
         place->error = error;
@@ -508,14 +506,4 @@ void prefetch_return(struct prefetch *prefetch, struct row *row)
     place->state = PLACE_FREE;
     pthread_cond_broadcast(&prefetch->changed);
     pthread_mutex_unlock(&prefetch->lock);
-}
-
-int64_t prefetch_skipped(const struct prefetch *prefetch)
-{
-    // The lock is not part of what a caller sees of it.
-    struct prefetch *p = (struct prefetch *)prefetch;
-    pthread_mutex_lock(&p->lock);
-    int64_t skipped = p->skipped;
-    pthread_mutex_unlock(&p->lock);
-    return skipped;
 }

@@ -47,7 +47,5 @@ int prefetch_next(struct prefetch *prefetch, struct row **row, double *wait_seco
 // The same where the row is there already; false: it is not, for whatever reason prefetch_next will give.
 bool prefetch_try_next(struct prefetch *prefetch, struct row **row);
 void prefetch_return(struct prefetch *prefetch, struct row *row);
-// Documents left out by `skip` so far; their words were logged when they were met.
-int64_t prefetch_skipped(const struct prefetch *prefetch);
 
 #endif

@@ -56,16 +56,13 @@ int shard_read_teacher(const struct shard *shard, int64_t first, int64_t count, 
 
 // Faults of one document's values, in the words that `data check` and training share: "FILE: document
 // D: row R of plane P: NaN". Looks at ids (range), mask (0 or 1), hidden (NaN, inf, all-zero or
-// constant planes, two planes bitwise equal) and the CRC where there is one and check_crc.
+// constant planes, two planes bitwise equal) and the CRC where there is one, check_crc, and the
+// document is whole. ids, mask [length] and hidden (as shard_read_hidden fills it): of the document's
+// first `length` tokens, all of them unless it was cut.
 // Returns 0 when clean, else -1 with the first fault of each kind as a line in err.
-int shard_check_document(const struct shard *shard, int64_t document, const int32_t *ids,
-                         const uint8_t *mask, const bf16 *hidden, bool check_crc,
-                         struct error *err);
-
-// The same for the document's first `length` tokens, when it was cut: the CRC is then not looked at.
-int shard_check_prefix(const struct shard *shard, int64_t document, int64_t length,
-                       const int32_t *ids, const uint8_t *mask, const bf16 *hidden, bool check_crc,
-                       struct error *err);
+int shard_check_document(const struct shard *shard, int64_t document, int64_t length,
+                         const int32_t *ids, const uint8_t *mask, const bf16 *hidden,
+                         bool check_crc, struct error *err);
 // What two shards of one data set must have in common: hidden size, vocabulary, layers, last hidden
 // state, target. Differences are added to err, a line each.
 int shard_compare(const struct shard *first, const struct shard *second, struct error *err);

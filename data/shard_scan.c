@@ -332,9 +332,9 @@ int shard_scan_close(struct shard_scan *scan)
     return scan->result;
 }
 
-int shard_check_prefix(const struct shard *shard, int64_t document, int64_t length,
-                       const int32_t *ids, const uint8_t *mask, const bf16 *hidden, bool check_crc,
-                       struct error *err)
+int shard_check_document(const struct shard *shard, int64_t document, int64_t length,
+                         const int32_t *ids, const uint8_t *mask, const bf16 *hidden,
+                         bool check_crc, struct error *err)
 {
     struct error found = {""};
     struct shard_scan scan;
@@ -344,11 +344,4 @@ int shard_check_prefix(const struct shard *shard, int64_t document, int64_t leng
         return 0;
     *err = found;
     return -1;
-}
-
-int shard_check_document(const struct shard *shard, int64_t document, const int32_t *ids,
-                         const uint8_t *mask, const bf16 *hidden, bool check_crc, struct error *err)
-{
-    int64_t length = shard->doc_offsets[document + 1] - shard->doc_offsets[document];
-    return shard_check_prefix(shard, document, length, ids, mask, hidden, check_crc, err);
 }

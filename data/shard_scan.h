@@ -1,5 +1,5 @@
 // The values of one document, looked at in pieces, so that a document of any length is checked in
-// bounded memory. shard_check_document is the same with everything at hand.
+// bounded memory. shard_check_document (data/shard.h) is the same with everything at hand.
 #ifndef DATA_SHARD_SCAN_H
 #define DATA_SHARD_SCAN_H
 

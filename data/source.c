@@ -21,7 +21,8 @@ static int read_from_shards(struct source *source, const struct document *docume
         return -1;
     source_count_disk(source, start);
     bool check_crc = source->check_crc && document->length == document->full_length;
-    if (shard_check_prefix(shard, document->index, length, ids, mask, hidden, check_crc, err) != 0)
+    if (shard_check_document(shard, document->index, length, ids, mask, hidden, check_crc, err) !=
+        0)
         return SOURCE_BAD;
     return 0;
 }

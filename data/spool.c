@@ -277,8 +277,8 @@ static int read_features(struct spool *spool, const struct open_shard *open,
         shard_read_hidden(shard, shard->doc_offsets[index], length, hidden, err) != 0)
         return -1;
     source_count_disk(&spool->source, start);
-    if (shard_check_prefix(shard, index, length, ids, mask, hidden, spool->source.check_crc, err) !=
-        0)
+    if (shard_check_document(shard, index, length, ids, mask, hidden, spool->source.check_crc,
+                             err) != 0)
         return SOURCE_BAD;
     return 0;
 }

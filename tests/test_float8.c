@@ -128,7 +128,7 @@ static void told(const char *path, struct error *err)
         if (shard_read_ids(&shard, first, count, ids, err) == 0 &&
             shard_read_mask(&shard, first, count, mask, err) == 0 &&
             shard_read_hidden(&shard, first, count, hidden, err) == 0)
-            shard_check_document(&shard, d, ids, mask, hidden, true, err);
+            shard_check_document(&shard, d, count, ids, mask, hidden, true, err);
         free(ids);
         free(mask);
         free(hidden);

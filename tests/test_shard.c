@@ -82,8 +82,8 @@ static void assert_holds(const char *path, const struct fixture *fixture)
     assert_memory_equal(logit, fixture->teacher_top1_logit, sizeof(logit));
     assert_memory_equal(lse, fixture->teacher_lse, sizeof(lse));
     for (int64_t d = 0; d < DOCUMENTS; d++) {
-        int64_t first = shard.doc_offsets[d];
-        assert_int_equal(shard_check_document(&shard, d, ids + first, mask + first,
+        int64_t first = shard.doc_offsets[d], length = shard.doc_offsets[d + 1] - first;
+        assert_int_equal(shard_check_document(&shard, d, length, ids + first, mask + first,
                                               hidden + first * PLANES * HIDDEN, true, &err),
                          0);
     }
@@ -565,12 +565,12 @@ static void check_changed(const struct shard_place *place, bool check_crc, struc
 {
     const struct fixture *fixture = &place->fixture;
     struct shard shard;
-    int64_t first = fixture->doc_offsets[1];
+    int64_t first = fixture->doc_offsets[1], length = fixture->doc_offsets[2] - first;
     open_sound(&shard, place->path);
     err->text[0] = '\0';
-    int result =
-        shard_check_document(&shard, 1, fixture->input_ids + first, fixture->loss_mask + first,
-                             fixture_hidden(fixture, first, 0), check_crc, err);
+    int result = shard_check_document(&shard, 1, length, fixture->input_ids + first,
+                                      fixture->loss_mask + first, fixture_hidden(fixture, first, 0),
+                                      check_crc, err);
     assert_int_equal(result, err->text[0] != '\0' ? -1 : 0);
     shard_close(&shard);
 }
@@ -668,13 +668,13 @@ static void a_cut_document_is_checked_without_its_crc(void **state)
     struct error err = {""};
     open_sound(&shard, place->path);
     fixture_hidden(fixture, 5 + 9, 1)[0] = 0x7f80;
-    assert_int_equal(shard_check_prefix(&shard, 1, 9, fixture->input_ids + 5,
-                                        fixture->loss_mask + 5, fixture_hidden(fixture, 5, 0), true,
-                                        &err),
+    assert_int_equal(shard_check_document(&shard, 1, 9, fixture->input_ids + 5,
+                                          fixture->loss_mask + 5, fixture_hidden(fixture, 5, 0),
+                                          true, &err),
                      0);
-    assert_int_equal(shard_check_prefix(&shard, 1, 10, fixture->input_ids + 5,
-                                        fixture->loss_mask + 5, fixture_hidden(fixture, 5, 0), true,
-                                        &err),
+    assert_int_equal(shard_check_document(&shard, 1, 10, fixture->input_ids + 5,
+                                          fixture->loss_mask + 5, fixture_hidden(fixture, 5, 0),
+                                          true, &err),
                      -1);
     assert_non_null(strstr(err.text, "row 9 of plane 1"));
     shard_close(&shard);

@@ -93,18 +93,3 @@ int64_t ownership_offset(const struct ownership *o, const struct params *params,
     BUG_UNLESS(ownership_mine(o, param));
     return ownership_shared(o) ? o->offset[param] : params->items[param].offset;
 }
-
-int64_t ownership_elements(const struct ownership *o, const struct params *params)
-{
-    if (!ownership_shared(o))
-        return params->elements;
-    return o->elements[o->rank] > 0 ? o->elements[o->rank] : 1;
-}
-
-int64_t ownership_most(const struct ownership *o)
-{
-    int64_t most = 1;
-    for (int r = 0; r < o->ranks; r++)
-        most = o->elements[r] > most ? o->elements[r] : most;
-    return most;
-}

@@ -24,9 +24,5 @@ bool ownership_mine(const struct ownership *ownership, size_t param);
 // Of an own tensor, in this rank's arrays.
 int64_t ownership_offset(const struct ownership *ownership, const struct params *params,
                          size_t param);
-// Of this rank's arrays; at least 1, so that they exist.
-int64_t ownership_elements(const struct ownership *ownership, const struct params *params);
-// Of the rank that has most.
-int64_t ownership_most(const struct ownership *ownership);
 
 #endif

@@ -13,7 +13,7 @@ const cJSON *release_get(const cJSON *object, const char *name)
     return cJSON_IsNull(item) ? NULL : item;
 }
 
-const char *release_text_of(const cJSON *item)
+static const char *text_of(const cJSON *item)
 {
     return cJSON_IsString(item) ? item->valuestring : "";
 }
@@ -46,8 +46,8 @@ void release_check_text(struct release_check *check, const cJSON *object, const 
                         const char *wanted, const char *meaning)
 {
     const cJSON *item = release_get(object, name);
-    if (item != NULL && strcmp(release_text_of(item), wanted) != 0)
-        release_fault(check, name, "\"%s\", but %s", release_text_of(item), meaning);
+    if (item != NULL && strcmp(text_of(item), wanted) != 0)
+        release_fault(check, name, "\"%s\", but %s", text_of(item), meaning);
 }
 
 // ---- the draft layers ----------------------------------------------------------------------------
@@ -109,8 +109,7 @@ static void check_rope_scaling(struct release_check *check, const cJSON *layers,
     const struct drafter_sizes *s = check->wanted->sizes;
     const cJSON *type = release_get(rope, "rope_type") != NULL ? release_get(rope, "rope_type")
                                                                : release_get(rope, "type");
-    const char *name = type != NULL ? release_text_of(type) : "default",
-               *wanted = types[s->rope_scaling];
+    const char *name = type != NULL ? text_of(type) : "default", *wanted = types[s->rope_scaling];
     if (strcmp(name, wanted) != 0) {
         release_fault(check, "rope_scaling",
                       "the type is \"%s\", but drafter.rope_scaling gives \"%s\"", name, wanted);
@@ -149,7 +148,7 @@ void release_check_rope(struct release_check *check, const cJSON *layers, double
     release_check_flag(check, layers, "is_neox_style", true, true, "dtrain rotates halves");
 }
 
-bool release_any_sliding(const struct drafter_sizes *sizes)
+static bool any_sliding(const struct drafter_sizes *sizes)
 {
     bool any = false;
     for (int64_t i = 0; i < sizes->layers; i++)
@@ -169,7 +168,7 @@ void release_check_layer_types(struct release_check *check, const cJSON *layers)
                       cJSON_GetArraySize(types), (long long)s->layers);
     for (int i = 0; i < s->layers; i++) {
         const cJSON *item = cJSON_GetArrayItem(types, i);
-        const char *type = types == NULL ? "full_attention" : release_text_of(item);
+        const char *type = types == NULL ? "full_attention" : text_of(item);
         const char *wanted = s->sliding[i] ? "sliding_attention" : "full_attention";
         if ((types == NULL || item != NULL) && strcmp(type, wanted) != 0) {
             release_fault(check, "layer_types",
@@ -177,7 +176,7 @@ void release_check_layer_types(struct release_check *check, const cJSON *layers)
             break;
         }
     }
-    if (!release_any_sliding(s))
+    if (!any_sliding(s))
         return;
     release_check_number(check, layers,
                          &(struct release_number){"sliding_window", "drafter.sliding_window", NAN,
@@ -245,7 +244,7 @@ void release_check_layer_ids(struct release_check *check, const cJSON *object, c
 // speculators' class for DFlash with a Markov head.
 static bool is_dspark(const cJSON *root)
 {
-    return strcmp(release_text_of(release_get(root, "speculators_model_type")), "dspark") == 0;
+    return strcmp(text_of(release_get(root, "speculators_model_type")), "dspark") == 0;
 }
 
 static void check_markov(struct release_check *check, const cJSON *root)
@@ -272,7 +271,7 @@ static void check_block(struct release_check *check, const cJSON *root, const cJ
     release_check_number(check, mask, &numbers[1]);
     release_check_flag(check, root, "sample_from_anchor", is_dspark(root), s->predict_from_anchor,
                        "drafter.predict_from_anchor is not");
-    if (release_any_sliding(s))
+    if (any_sliding(s))
         release_check_flag(check, root, "sliding_window_non_causal", false, !s->sliding_causal,
                            "drafter.sliding_window_non_causal is not");
 }
@@ -284,8 +283,8 @@ static void check_window_origin(struct release_check *check, const cJSON *root,
     const struct drafter_sizes *s = check->wanted->sizes;
     const char *wanted = s->window_origin == WINDOW_FROM_QUERY ? "query" : "anchor";
     const cJSON *item = release_get(root, "window_origin");
-    const char *origin = item != NULL ? release_text_of(item) : standard;
-    if (release_any_sliding(s) && origin != NULL && strcmp(origin, wanted) != 0)
+    const char *origin = item != NULL ? text_of(item) : standard;
+    if (any_sliding(s) && origin != NULL && strcmp(origin, wanted) != 0)
         release_fault(check, "window_origin", "%s, but drafter.window_origin is %s", origin,
                       wanted);
 }
@@ -300,8 +299,8 @@ static void check_dflash_members(struct release_check *check, const cJSON *dflas
                                             "block_size"};
         bool idle = cJSON_IsNull(item) || cJSON_IsFalse(item);
         if (strcmp(item->string, "causal") == 0)
-            idle = cJSON_IsNull(item) ||
-                   (cJSON_IsFalse(item) && !release_any_sliding(check->wanted->sizes));
+            idle =
+                cJSON_IsNull(item) || (cJSON_IsFalse(item) && !any_sliding(check->wanted->sizes));
         for (size_t i = 0; i < sizeof(known) / sizeof(*known); i++)
             idle |= strcmp(item->string, known[i]) == 0;
         if (!idle)
@@ -360,12 +359,12 @@ int release_recognise(const cJSON *root, int kind, const char *file, enum releas
                       struct error *err)
 {
     const cJSON *type = release_get(root, "speculators_model_type");
-    const char *name = release_text_of(cJSON_GetArrayItem(release_get(root, "architectures"), 0));
+    const char *name = text_of(cJSON_GetArrayItem(release_get(root, "architectures"), 0));
     bool dflash = kind == DRAFTER_DFLASH;
-    bool known = is_kind(kind, type != NULL ? release_text_of(type) : NULL, name, layout);
+    bool known = is_kind(kind, type != NULL ? text_of(type) : NULL, name, layout);
     if (!known && type != NULL)
         return error_set(err, "%s: speculators_model_type: \"%s\" is not %s drafter", file,
-                         release_text_of(type), dflash ? "a DFlash" : "an EAGLE-3");
+                         text_of(type), dflash ? "a DFlash" : "an EAGLE-3");
     if (!known)
         return error_set(err,
                          "%s: architectures: \"%s\" is neither %s nor is there a "

@@ -44,7 +44,6 @@ void release_check_copy(struct release_check *check, const struct safetensors_en
 // ---- fields of config.json
 
 const cJSON *release_get(const cJSON *object, const char *name); // NULL: absent or null
-const char *release_text_of(const cJSON *item);
 // A number that must be exactly the wanted one. Where it is not stated it is `standard`; NAN: it must
 // be stated.
 struct release_number {
@@ -62,7 +61,6 @@ void release_check_layer_ids(struct release_check *check, const cJSON *object, c
                              int64_t shift);
 void release_check_rope(struct release_check *check, const cJSON *layers, double positions);
 void release_check_layer_types(struct release_check *check, const cJSON *layers);
-bool release_any_sliding(const struct drafter_sizes *sizes);
 void release_check_eps(struct release_check *check, const cJSON *layers);
 void release_check_eagle3_config(struct release_check *check, const cJSON *root,
                                  enum release_layout layout);
