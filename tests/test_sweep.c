@@ -150,8 +150,13 @@ static void left_alone(void **state)
     assert_int_equal(sweep("alone", GRID, NULL), 0);
     run_must_say(&fixture, "alone", "4 of 4 points fit");
     run_must_say(&fixture, "alone", "best: max_anchors=");
-    cJSON *root = table("alone");
+    cJSON *root = table("alone"), *plan = program_json(run_path(&fixture, "alone/sweep.json"));
     for (int i = 0; i < 4; i++) {
+        double planned = program_number(point_at(plan, i), "anchors");
+        char *line = memory_format("%s  %9d  %12.0f  ", point_names[i], RUN_STEPS, planned);
+        assert_true(planned > 0.0 && result_of(root, i, "anchors") == planned);
+        run_must_say(&fixture, "alone", line);
+        free(line);
         cJSON *metrics = program_metrics(run_path(&fixture, "alone/%s", point_names[i]));
         const cJSON *last = program_line(metrics, RUN_STEPS, "val_loss");
         assert_string_equal(member(point_at(root, i), "point")->valuestring, point_names[i]);
@@ -165,6 +170,7 @@ static void left_alone(void **state)
                     result_of(root, i, "accept_len_walk"));
         cJSON_Delete(metrics);
     }
+    cJSON_Delete(plan);
     cJSON_Delete(root);
 }
 
@@ -372,14 +378,16 @@ static void equal_time(void **state)
     assert_true(status == 75 || status == 0); // it may just have ended
     cJSON *before = program_json(run_path(&fixture, "timed/sweep.json"));
     assert_int_equal(sweep("timed", "--grid", "max_anchors=16,48", "--equal", "time=0.6", NULL), 0);
-    cJSON *root = table("timed");
+    cJSON *root = table("timed"), *plan = program_json(run_path(&fixture, "timed/sweep.json"));
     for (int i = 0; i < 2; i++) {
         const cJSON *point = point_at(before, i);
         double steps = program_number(point, "steps");
         double seconds = steps * program_number(point, "step_seconds");
         assert_true(steps > 1.0 && result_of(root, i, "steps") == steps);
         assert_true(seconds <= 0.6 && seconds + program_number(point, "step_seconds") > 0.6);
+        assert_true(program_number(point_at(plan, i), "anchors") == result_of(root, i, "anchors"));
     }
+    cJSON_Delete(plan);
     cJSON_Delete(root);
     cJSON_Delete(before);
 }

@@ -172,9 +172,9 @@ static double row_anchors(const struct config *config, const struct packing *pac
     return (double)at_most(sum, limited && a->per == ANCHORS_PER_ROW, a->max_anchors);
 }
 
-// Sums over the steps of all epochs: a step never crosses an epoch's end.
-static void sum_anchors(const struct session *session, const struct session_steps *steps,
-                        const int64_t *valid, double *sums)
+// Over the steps of all epochs: a step never crosses an epoch's end. sums: those up to the end of each, or NULL.
+static double sum_anchors(const struct session *session, const struct session_steps *steps,
+                          const int64_t *valid, double *sums)
 {
     int64_t step = 0, per_step = session->config->data.rows_per_step;
     double sum = 0.0;
@@ -183,11 +183,15 @@ static void sum_anchors(const struct session *session, const struct session_step
         session_pack_epoch(session, epoch, &packing);
         for (int64_t row = 0; row < packing.rows && step < steps->total; row++) {
             sum += row_anchors(session->config, &packing, row, valid);
-            if ((row + 1) % per_step == 0 || row + 1 == packing.rows)
-                sums[step++] = sum;
+            if ((row + 1) % per_step != 0 && row + 1 != packing.rows)
+                continue;
+            if (sums != NULL)
+                sums[step] = sum;
+            step++;
         }
         packing_release(&packing);
     }
+    return sum;
 }
 
 static int count_point(struct opened *opened, bool anchors, struct counted *counted,
@@ -373,6 +377,69 @@ static int set_all(struct sweep *sweep, const struct counted *counted, struct er
     return changed.text[0] == '\0' ? 0 : sweep_refuse_to_go_on(sweep, changed.text, err);
 }
 
+// What a point's steps draw, where it had no part in what is equal.
+static int count_drawn(struct opened *opened, struct sweep *sweep, size_t i, struct config *config,
+                       struct error *err)
+{
+    struct session_steps steps;
+    struct sweep_point *point = &sweep->points[i];
+    if (sweep_load_point(sweep, i, config, err) != 0 ||
+        open_documents(opened, sweep, i, config, err) != 0)
+        return -1;
+    config->run.max_steps = point->steps;
+    if (sweep->equal == SWEEP_EQUAL_TIME)
+        config->run.epochs = SWEEP_MANY_EPOCHS;
+    int status = count_valid(opened, err);
+    if (status == 0) {
+        session_count_steps(&opened->session, &steps);
+        point->anchors = sum_anchors(&opened->session, &steps, opened->valid, NULL);
+        session_steps_release(&steps);
+    }
+    opened->session.config = &opened->config;
+    return status;
+}
+
+// A point whose anchors are counted, and follow from the same as this one's; NULL: none.
+static const struct sweep_point *drawn_alike(const struct sweep *sweep, size_t point)
+{
+    static const char *const keys[] = {"data.",
+                                       "target.",
+                                       "run.",
+                                       "anchors.",
+                                       "drafter.kind",
+                                       "drafter.block_size",
+                                       "drafter.predict_from_anchor",
+                                       "drafter.ttt_steps",
+                                       "loss.mask_index",
+                                       "loss.ttt_decay_base",
+                                       NULL};
+    for (size_t i = point; i-- > 0;)
+        if (sweep->points[i].steps == sweep->points[point].steps &&
+            isfinite(sweep->points[i].anchors) && same_sections(sweep, i, point, keys))
+            return &sweep->points[i];
+    return NULL;
+}
+
+static int count_all_drawn(struct opened *opened, struct sweep *sweep, struct error *err)
+{
+    int status = 0;
+    for (size_t i = 0; i < sweep->point_count && status == 0; i++) {
+        struct sweep_point *point = &sweep->points[i];
+        const struct sweep_point *alike = drawn_alike(sweep, i);
+        struct config config;
+        if (point->steps == 0 || isfinite(point->anchors))
+            continue;
+        config_init(&config);
+        if (alike != NULL)
+            point->anchors = alike->anchors;
+        else
+            status = count_drawn(opened, sweep, i, &config, err);
+        config_release(&config);
+        sweep_show_count(sweep, "counted the anchors of", i + 1);
+    }
+    return status;
+}
+
 int sweep_count_steps(struct sweep *sweep, struct error *err)
 {
     struct opened opened = {.open = false};
@@ -381,6 +448,8 @@ int sweep_count_steps(struct sweep *sweep, struct error *err)
     int status = count_all(sweep, &opened, counted, err);
     if (status == 0)
         status = set_all(sweep, counted, err);
+    if (status == 0)
+        status = count_all_drawn(&opened, sweep, err);
     for (size_t i = 0; i < sweep->point_count; i++)
         free(counted[i].anchors);
     free(counted);
