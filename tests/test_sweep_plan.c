@@ -90,6 +90,26 @@ static void points_that_do_not_fit_set_nothing(void **state)
     run_must_say(&fixture, "nothing", "0 of 2 points fit");
 }
 
+// What was there before is left as it was, and nothing comes to it.
+static void without_a_point_that_fits_nothing_is_written(void **state)
+{
+    (void)state;
+    static const char *const places[] = {"empty", "above/it"};
+    struct error err = {""};
+    assert_int_equal(files_make_folder(run_path(&fixture, "empty"), &err), 0);
+    for (int i = 0; i < 2; i++) {
+        char *dir = memory_format("run.dir=%s", run_path(&fixture, "%s", places[i]));
+        assert_int_equal(run_command(&fixture, "unfit", true, "sweep", "--set", dir, "--set",
+                                     LIMITED, "--grid", "seq_len=65536,32768", NULL),
+                         1);
+        run_must_say(&fixture, "unfit", "0 of 2 points fit");
+        run_must_say(&fixture, "unfit", "no point fits, so nothing is started");
+        free(dir);
+    }
+    assert_false(files_exists(run_path(&fixture, "above")));
+    assert_int_equal(rmdir(run_path(&fixture, "empty")), 0); // would fail with anything in it
+}
+
 // With more memory later the sweep stays what it was: what could not take as much is left out, in words.
 static void what_fits_later_changes_nothing(void **state)
 {
@@ -324,6 +344,7 @@ int main(int argc, char **argv)
         return be_dtrain(argc, argv);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(points_that_do_not_fit_set_nothing),
+        cmocka_unit_test(without_a_point_that_fits_nothing_is_written),
         cmocka_unit_test(what_fits_later_changes_nothing),
         cmocka_unit_test(eagle3_has_anchors),
         cmocka_unit_test(a_grid_is_planned_in_one_process),

@@ -232,12 +232,12 @@ static void *end_early(void *context)
     _exit(EXIT_STOPPED);
 }
 
-static bool all_fit(const struct sweep *sweep)
+static size_t count_fitting(const struct sweep *sweep)
 {
+    size_t count = 0;
     for (size_t i = 0; i < sweep->point_count; i++)
-        if (sweep->points[i].state == SWEEP_TOO_LARGE)
-            return false;
-    return true;
+        count += sweep->points[i].state != SWEEP_TOO_LARGE;
+    return count;
 }
 
 static bool all_done(const struct sweep *sweep)
@@ -262,7 +262,7 @@ static int count_steps(struct sweep *sweep, struct error *err)
     return 0;
 }
 
-// A folder that holds no sweep yet is made when nothing is left to refuse.
+// A folder that holds no sweep yet is made when nothing is left to refuse, and there is something to run.
 static int plan_points(struct sweep *sweep, struct error *err)
 {
     bool only = sweep->options->plan_only, goes_on = sweep_state_exists(sweep->folder);
@@ -274,7 +274,7 @@ static int plan_points(struct sweep *sweep, struct error *err)
         return -1;
     if (sweep_plan(sweep, err) != 0 || count_steps(sweep, err) != 0)
         return -1;
-    return goes_on || only ? 0 : open_folder(sweep, err);
+    return goes_on || only || count_fitting(sweep) == 0 ? 0 : open_folder(sweep, err);
 }
 
 // Everything up to the first point. Returns 0, or an exit status.
@@ -290,6 +290,11 @@ static int prepare(struct sweep *sweep, struct error *err)
     log_status_line(NULL);
     sweep_print_plan(sweep, stdout);
     fflush(stdout);
+    if (!only && sweep->lock_fd < 0) {
+        error_set(err, "no point fits, so nothing is started and %s is left as it was",
+                  sweep->folder);
+        return EXIT_FAILED;
+    }
     if (!only && (sweep_write_configs(sweep, err) != 0 || sweep_state_write(sweep, err) != 0))
         return EXIT_FAILED;
     return 0;
@@ -389,7 +394,7 @@ int command_sweep(const struct options *options)
     child_signals_hold(&sweep.held);
     int status = prepare_watched(&sweep, &err);
     if (status == 0 && options->plan_only)
-        status = all_fit(&sweep) ? EXIT_DONE : EXIT_FAILED;
+        status = count_fitting(&sweep) == sweep.point_count ? EXIT_DONE : EXIT_FAILED;
     else if (status == 0)
         status = run_all(&sweep, &err);
     if (err.text[0] != '\0')
