@@ -162,10 +162,9 @@ struct config_key_words {
     const char *section, *section_help, *name, *type, *help;
     const char *initial; // the default, "" without one
     const char *allowed; // "" without a range
-    const char
-        *choices; // words one after another, each with its NUL, "" ends; NULL: not of a few words
-    bool path, fixed; // fixed: on resume
-    bool unique;      // needs no section
+    const char *choices; // words one after another, each with its NUL, "" ends; NULL: any
+    bool path, fixed;    // fixed: on resume
+    bool unique;         // needs no section
 };
 typedef void config_key_visit_fn(void *context, const struct config_key_words *key);
 // Every key, section by section.

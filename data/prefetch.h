@@ -39,7 +39,8 @@ bool prefetch_stop(struct prefetch *prefetch);
 bool prefetch_close(struct prefetch *prefetch);
 
 // Next row: 1 and *row (borrowed until prefetch_return), 0 at the end of all epochs, 2 when stop() said
-// so while waiting, -1 on a bad sample with `fail` or an unreadable file (err). *wait_seconds: how long the caller was kept waiting.
+// so while waiting, -1 on a bad sample with `fail` or an unreadable file (err). *wait_seconds: how long
+// the caller was kept waiting.
 // Waits are bounded: readers that make no progress for stall_seconds are an error naming the file.
 // Errors stay: every later call returns the same one.
 int prefetch_next(struct prefetch *prefetch, struct row **row, double *wait_seconds,

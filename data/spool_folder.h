@@ -35,11 +35,10 @@ struct spool_state {
     uint64_t order;    // identity of the order of documents
     int64_t documents; // of an epoch
     int64_t serial;    // everything before it has been used
-    int64_t
-        needed; // up to here, exclusive, before anything more can be used: written whatever the bytes
-    int64_t end;   // documents that the run reads in all
-    int64_t bytes; // that shards may take
-    bool finished; // the run has ended and reads nothing more
+    int64_t needed;    // before it: wanted before anything more can be used, whatever the bytes
+    int64_t end;       // documents that the run reads in all
+    int64_t bytes;     // that shards may take
+    bool finished;     // the run has ended and reads nothing more
 };
 int spool_state_write(const char *folder, const struct spool_state *state, struct error *err);
 // 1 when there is a state, 0 when there is none, -1 when it is not one of this version.

@@ -20,9 +20,8 @@ struct metrics {
     double accepted;                   // sum over blocks of leading slots that agree
     double correct[METRICS_MAX_BLOCK]; // per slot k: student argmax = teacher argmax
     double scored[METRICS_MAX_BLOCK];  // per slot k
-    double
-        reached[METRICS_MAX_BLOCK]; // per slot k: scored, and all predicted slots before it agreed
-    double agreed[METRICS_MAX_BLOCK]; // per slot k: reached, and it agreed as well
+    double reached[METRICS_MAX_BLOCK]; // scored, and all predicted slots before it agreed
+    double agreed[METRICS_MAX_BLOCK];  // reached, and it agreed as well
     double tokens, supervised, anchors, valid_anchors, rows, bad_documents;
     double outside; // scored slots whose teacher's largest logit is outside the draft vocabulary
     double covered; // supervised positions predicted by at least one slot
@@ -30,10 +29,9 @@ struct metrics {
 
 // What the loss found for each slot of a slots_make list, in its order (host memory).
 struct slot_results {
-    float *
-        weight; // as applied: exp, uniform, dpace or ttt_decay_base; 0: masked by the teacher's argmax
-    float *loss;  // the configured mixture
-    float *terms; // [S, LOSS_TERM_COUNT]
+    float *weight; // as applied, by loss.slot_weight; 0: masked by the teacher's argmax
+    float *loss;   // the configured mixture
+    float *terms;  // [S, LOSS_TERM_COUNT]
     // With a draft vocabulary teacher_lse is over the kept tokens, overlap and teacher_argmax are against
     // the whole vocabulary.
     float *student_lse, *teacher_lse, *overlap;

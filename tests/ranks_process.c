@@ -1,5 +1,6 @@
-// One rank: ranks_process SCENE TIMEOUT cpu|cuda|mixed [WORD]. Does what the scene says, with TIMEOUT as parallel.timeout;
-// test_ranks starts several by mpirun, test_ranks_nccl by the supervisor. Exit status 0 when what it expects came true.
+// One rank: ranks_process SCENE TIMEOUT cpu|cuda|mixed [WORD]. Does what the scene says, with TIMEOUT as
+// parallel.timeout; test_ranks starts several by mpirun, test_ranks_nccl by the supervisor. Exit status 0
+// when what it expects came true.
 #include <math.h>
 #include <signal.h>
 #include <stdio.h>

@@ -28,9 +28,8 @@ enum { MAX_LINES = 6 };
 struct fault_case {
     const char *name;
     const char *yaml;
-    const char *set; // one --set; NULL: none
-    const char
-        *lines[MAX_LINES]; // "LINE: key: text" after "FILE:", or a line that starts with "--"
+    const char *set;              // one --set; NULL: none
+    const char *lines[MAX_LINES]; // "LINE: key: text" after "FILE:", or one that starts with "--"
 };
 
 static const struct fault_case cases[] = {

@@ -1,7 +1,7 @@
 // Every row of the table of kernel cases on one backend, named on the command line: cpu, cuda, or
 // cuda-generic (without the paths that only some GPUs have). A second argument is a part of names, or
-// several with commas between: only those cases run. A third is the most values that a case's tensors may have: larger cases are
-// left out, and none runs more than once (what a sanitizer has the time for).
+// several with commas between: only those cases run. A third is the most values that a case's tensors may
+// have: larger cases are left out, and none runs more than once (what a sanitizer has the time for).
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>

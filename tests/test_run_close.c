@@ -1,6 +1,6 @@
-// The end of a run that has nothing left to do while its reader still packs an epoch: readers end before what they use does, and
-// one that does not come back keeps all that it may use. Linked with --wrap of the functions below, which tell
-// the test's threads where the run stands.
+// The end of a run that has nothing left to do while its reader still packs an epoch: readers end before
+// what they use does, and one that does not come back keeps all that it may use. Linked with --wrap of the
+// functions below, which tell the test's threads where the run stands.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdatomic.h>

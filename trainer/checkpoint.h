@@ -1,8 +1,9 @@
 // Checkpoints: RUN/checkpoints/step-00001200/ with master.safetensors, adam_m.safetensors,
-// adam_v.safetensors, of runs with optimizer.ema ema.safetensors (fp32, whole tensors by name), state.json (counters, data fingerprint, loss of the
-// clock), config.yaml, execution.json, provenance.json, model.safetensors + config.json (servable,
-// z-lab layout; EAGLE-3: SpecForge's), and an empty DONE, written last. Of several ranks each writes the tensors it owns into files
-// of its own, master-00001-of-00002.safetensors and so on; all else is rank 0's. Any number of ranks reads it.
+// adam_v.safetensors and, of runs with optimizer.ema, ema.safetensors (fp32, whole tensors by name),
+// state.json (counters, data fingerprint, sizes and checksums of files), config.yaml, execution.json,
+// provenance.json, model.safetensors + config.json (servable, z-lab layout; EAGLE-3: SpecForge's), and an
+// empty DONE, written last. Of several ranks each writes the tensors it owns into files of its own,
+// master-00001-of-00002.safetensors and so on; all else is rank 0's. Any number of ranks reads it.
 #ifndef TRAINER_CHECKPOINT_H
 #define TRAINER_CHECKPOINT_H
 

@@ -25,8 +25,8 @@ struct counters {
 // Host memory: a snapshot for writing, or what was read.
 struct model_state {
     struct state_layout layout; // whose tensors these are, and where
-    float *master, *m, *v,
-        *ema; // [state_elements of each]; NULL: not there; master alone: just weights
+    // [state_elements of each]; NULL: not there; master alone: just weights
+    float *master, *m, *v, *ema;
     // [params->elements] all weights as servers read them, on rank 0 of several, which owns only some of the
     // masters; else NULL
     bf16 *served;

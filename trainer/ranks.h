@@ -28,8 +28,8 @@ int ranks_open(struct ranks **ranks, const struct config *config, struct error *
 void ranks_close(struct ranks *ranks);
 int ranks_rank(const struct ranks *ranks);
 int ranks_size(const struct ranks *ranks);
-int ranks_local(
-    const struct ranks *ranks); // this process among those of its machine: which GPU it takes
+// This process among those of its machine: which GPU it takes.
+int ranks_local(const struct ranks *ranks);
 // What NCCL takes of each GPU for that many ranks. An estimate, and for more than eight on several machines.
 size_t ranks_gpu_bytes(int64_t ranks);
 

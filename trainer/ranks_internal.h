@@ -15,8 +15,7 @@ extern "C" {
 #endif
 
 enum {
-    RANKS_CHANNELS =
-        16, // of NCCL, each one multiprocessor: the rest goes on with the backward pass
+    RANKS_CHANNELS = 16, // of NCCL, a multiprocessor each: the others go on with the backward pass
     RANKS_STAGE_BYTES = 1 << 18 // of host values from one rank at a time, on the GPU
 };
 

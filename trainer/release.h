@@ -1,6 +1,7 @@
 // A released drafter on disk: config.json and model.safetensors in any layout that `dtrain export`
-// writes; config.json tells which. EAGLE-3 also with q, k and v, or gate and up, as one tensor. Strict: whatever is not as the run wants it is an error that names the
-// file and the field or tensor, unless that name is allowed.
+// writes; config.json tells which. EAGLE-3 also with q, k and v, or gate and up, as one tensor. Strict:
+// whatever is not as the run wants it is an error that names the file and the field or tensor, unless
+// that name is allowed.
 #ifndef TRAINER_RELEASE_H
 #define TRAINER_RELEASE_H
 

@@ -1,11 +1,13 @@
 // Owns the comparison of a released DFlash drafter's config.json with what is wanted, and what EAGLE-3's
-// (release_eagle3_config.c) shares with it. Fields that are not
-// stated have the defaults of the classes that read the file: Transformers' Qwen3 configuration and
-// speculators' DFlash one, which leave out what is at its default when they save.
+// (release_eagle3_config.c) shares with it. Fields that are not stated have the defaults of the classes
+// that read the file: Transformers' Qwen3 configuration and speculators' DFlash one, which leave out what
+// is at its default when they save.
 #include "trainer/release_internal.h"
 
 #include <math.h>
 #include <string.h>
+
+#include "trainer/export_internal.h"
 
 const cJSON *release_get(const cJSON *object, const char *name)
 {
@@ -148,14 +150,6 @@ void release_check_rope(struct release_check *check, const cJSON *layers, double
     release_check_flag(check, layers, "is_neox_style", true, true, "dtrain rotates halves");
 }
 
-static bool any_sliding(const struct drafter_sizes *sizes)
-{
-    bool any = false;
-    for (int64_t i = 0; i < sizes->layers; i++)
-        any |= sizes->sliding[i];
-    return any;
-}
-
 void release_check_layer_types(struct release_check *check, const cJSON *layers)
 {
     const struct drafter_sizes *s = check->wanted->sizes;
@@ -176,7 +170,7 @@ void release_check_layer_types(struct release_check *check, const cJSON *layers)
             break;
         }
     }
-    if (!any_sliding(s))
+    if (!export_any_sliding(s))
         return;
     release_check_number(check, layers,
                          &(struct release_number){"sliding_window", "drafter.sliding_window", NAN,
@@ -271,7 +265,7 @@ static void check_block(struct release_check *check, const cJSON *root, const cJ
     release_check_number(check, mask, &numbers[1]);
     release_check_flag(check, root, "sample_from_anchor", is_dspark(root), s->predict_from_anchor,
                        "drafter.predict_from_anchor is not");
-    if (any_sliding(s))
+    if (export_any_sliding(s))
         release_check_flag(check, root, "sliding_window_non_causal", false, !s->sliding_causal,
                            "drafter.sliding_window_non_causal is not");
 }
@@ -284,7 +278,7 @@ static void check_window_origin(struct release_check *check, const cJSON *root,
     const char *wanted = s->window_origin == WINDOW_FROM_QUERY ? "query" : "anchor";
     const cJSON *item = release_get(root, "window_origin");
     const char *origin = item != NULL ? text_of(item) : standard;
-    if (any_sliding(s) && origin != NULL && strcmp(origin, wanted) != 0)
+    if (export_any_sliding(s) && origin != NULL && strcmp(origin, wanted) != 0)
         release_fault(check, "window_origin", "%s, but drafter.window_origin is %s", origin,
                       wanted);
 }
@@ -299,8 +293,8 @@ static void check_dflash_members(struct release_check *check, const cJSON *dflas
                                             "block_size"};
         bool idle = cJSON_IsNull(item) || cJSON_IsFalse(item);
         if (strcmp(item->string, "causal") == 0)
-            idle =
-                cJSON_IsNull(item) || (cJSON_IsFalse(item) && !any_sliding(check->wanted->sizes));
+            idle = cJSON_IsNull(item) ||
+                   (cJSON_IsFalse(item) && !export_any_sliding(check->wanted->sizes));
         for (size_t i = 0; i < sizeof(known) / sizeof(*known); i++)
             idle |= strcmp(item->string, known[i]) == 0;
         if (!idle)
