@@ -214,6 +214,35 @@ static void rows_are_spread_by_work(void **state)
     free(documents.items);
 }
 
+// Of EAGLE-3, whose teacher has as many columns as are looked at; DFlash's has the vocabulary.
+static void work_has_the_columns_of_the_teacher(void **state)
+{
+    (void)state;
+    struct drafter_sizes sizes = {.kind = DRAFTER_EAGLE3,
+                                  .layers = 1,
+                                  .features = 3,
+                                  .hidden = 40,
+                                  .heads = 4,
+                                  .kv_heads = 2,
+                                  .head_dim = 6,
+                                  .intermediate = 100,
+                                  .block_size = 4,
+                                  .vocab = 900,
+                                  .draft_vocab = 50};
+    for (int kind = 0; kind < 2; kind++) {
+        struct params params = {.count = 0};
+        drafter_params(&sizes, &params);
+        struct row_work whole = row_work_of(&sizes, &params, true);
+        struct row_work kept = row_work_of(&sizes, &params, false);
+        double more = kind == 0 ? 2.0 * 40.0 * (900.0 - 50.0) : 0.0;
+        assert_true(whole.block - kept.block == more && kept.block > 0.0);
+        assert_true(whole.token == kept.token && whole.visible == kept.visible);
+        params_release(&params);
+        sizes.kind = DRAFTER_DFLASH;
+        sizes.draft_vocab = sizes.vocab;
+    }
+}
+
 // The ranks' packings together are the packing.
 static void ranks_keep_all_rows(void **state)
 {
@@ -258,6 +287,7 @@ int main(void)
         cmocka_unit_test(parts_and_stages_fit),
         cmocka_unit_test(parts_and_stages_of_eagle3),
         cmocka_unit_test(rows_are_spread_by_work),
+        cmocka_unit_test(work_has_the_columns_of_the_teacher),
         cmocka_unit_test(ranks_keep_all_rows),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

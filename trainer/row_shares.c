@@ -6,7 +6,8 @@
 #include "base/log.h"
 #include "base/memory.h"
 
-struct row_work row_work_of(const struct drafter_sizes *sizes, const struct params *params)
+struct row_work row_work_of(const struct drafter_sizes *sizes, const struct params *params,
+                            bool whole_teacher)
 {
     double layers = (double)sizes->layers, hidden = (double)sizes->hidden;
     double kv = (double)(sizes->kv_heads * sizes->head_dim);
@@ -23,9 +24,10 @@ struct row_work row_work_of(const struct drafter_sizes *sizes, const struct para
         DRAFTER_EAGLE3) { // the head, and the embedding's half of the first layer, which comes once a token
         double half = hidden * (q + 2.0 * kv), head = hidden * (double)sizes->draft_vocab;
         double step = all - fc - half - (sizes->trainable_head ? head : 0.0);
+        double teacher = (double)(whole_teacher ? sizes->vocab : sizes->draft_vocab);
         double block = (double)sizes->block_size * (6.0 * step + 4.0 * head + 6.0 * markov);
         return (struct row_work){.token = 6.0 * (fc + half + layers * 2.0 * kv * hidden),
-                                 .block = block + 2.0 * hidden * (double)sizes->vocab,
+                                 .block = block + 2.0 * hidden * teacher,
                                  .visible = 14.0 * layers * q * (double)sizes->block_size};
     }
     // Forward and backward of a product are 6 operations a weight; student logits, their gradient and at

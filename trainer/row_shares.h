@@ -15,7 +15,9 @@ struct row_work {
     int64_t most_per_row; // anchors; 0: any number
     int64_t most_per_document;
 };
-struct row_work row_work_of(const struct drafter_sizes *sizes, const struct params *params);
+// whole_teacher: EAGLE-3's teacher is multiplied over the whole vocabulary, not over the draft vocabulary alone.
+struct row_work row_work_of(const struct drafter_sizes *sizes, const struct params *params,
+                            bool whole_teacher);
 double row_work_estimate(const struct row_work *work, const struct documents *documents,
                          const struct packing *packing, int64_t row);
 

@@ -305,7 +305,7 @@ void session_pack_epoch(const struct session *s, uint64_t epoch, struct packing 
 void session_share_rows(const struct session *s, const struct packing *packing,
                         struct row_shares *shares)
 {
-    struct row_work work = row_work_of(&s->sizes, &s->params);
+    struct row_work work = row_work_of(&s->sizes, &s->params, s->config->loss.full_vocab_metrics);
     int64_t most = s->config->anchors.max_anchors;
     if (s->sizes.kind == DRAFTER_EAGLE3) // all positions
         most = 0;
@@ -337,7 +337,7 @@ void session_pack_validation(const struct session *s, int64_t limit, struct pack
     if (session_ranks(s) == 1 || packing->rows == 0)
         return;
     struct row_shares shares;
-    struct row_work work = row_work_of(&s->sizes, &s->params);
+    struct row_work work = row_work_of(&s->sizes, &s->params, true);
     row_shares_make(&shares, packing, &s->val, &work, packing->rows, session_ranks(s));
     packing_keep(packing, shares.owner, session_rank(s));
     row_shares_release(&shares);
