@@ -1,13 +1,14 @@
 """Tokens per block by prompt, with confidence intervals, from what `dtrain eval --blocks` and tools/decode.py write.
 
 Intervals are percentiles of a bootstrap over prompts: documents of one prompt are drawn together, and systems that are
-compared are given the same draws.
+compared are given the same draws. They say nothing about how much seeds differ: that is the difference's own half width (Student's t).
 """
 import json
 
 import numpy as np
 
 DRAWS = 4000
+STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}  # 97.5 %, by degrees of freedom
 
 
 def read_blocks(path):
@@ -41,6 +42,15 @@ def interval(values):
     return [float(low), float(high)]
 
 
+def over_seeds(ours, theirs):
+    """Half of the 95 % interval of a difference of means of independent values of one variance; None with fewer than two values each."""
+    freedom = len(ours) + len(theirs) - 2
+    if min(len(ours), len(theirs)) < 2 or freedom not in STUDENT:
+        return None
+    variance = sum(np.var(some) * len(some) for some in (ours, theirs)) / freedom
+    return float(STUDENT[freedom] * np.sqrt(variance * (1 / len(ours) + 1 / len(theirs))))
+
+
 def compare(ours, theirs):
     """Lists over seeds of counts. -> means over seeds, their intervals, and those of the difference (ours - theirs)."""
     weights = draws(len(ours[0]))
@@ -53,7 +63,8 @@ def compare(ours, theirs):
         result[name] = dict(mean=float(mean(runs, None)), interval=interval(mean(runs, weights)),
                             by_seed=[float(tokens_per_block(counts)) for counts in runs])
     difference = mean(ours, weights) - mean(theirs, weights)
-    result["difference"] = dict(mean=result["ours"]["mean"] - result["theirs"]["mean"], interval=interval(difference))
+    result["difference"] = dict(mean=result["ours"]["mean"] - result["theirs"]["mean"], interval=interval(difference),
+                                over_seeds=over_seeds(result["ours"]["by_seed"], result["theirs"]["by_seed"]))
     return result
 
 

@@ -43,8 +43,15 @@ def with_interval(part):
     return f"{part['mean']:.3f} [{part['interval'][0]:.3f}, {part['interval'][1]:.3f}]"
 
 
+def of_difference(compared):
+    """Two cells: over prompts, over seeds."""
+    d = compared["difference"]
+    half = "unknown" if d["over_seeds"] is None else f"+-{d['over_seeds']:.3f}"
+    return f"{d['mean']:+.3f} [{d['interval'][0]:+.3f}, {d['interval'][1]:+.3f}] | {half}"
+
+
 def acceptance_table(results, args):
-    lines = ["| blocks of | seeds | dtrain | speculators | difference | by seed, dtrain; speculators |", "|---|---|---|---|---|---|"]
+    lines = ["| blocks of | seeds | dtrain | speculators | difference | over seeds | by seed, dtrain; speculators |", "|---|---|---|---|---|---|---|"]
     for block in args.blocks:
         both = [seed for seed in args.seeds if all(counts_of(results, "main", s, block, [seed]) for s in SYSTEMS)]
         if not both:
@@ -52,9 +59,7 @@ def acceptance_table(results, args):
         c = acceptance.compare(*(counts_of(results, "main", s, block, both) for s in SYSTEMS))
         results.setdefault("acceptance", {})[str(block)] = dict(c, seeds=both)
         by_seed = "; ".join(", ".join(f"{v:.3f}" for v in c[name]["by_seed"]) for name in ("ours", "theirs"))
-        d = c["difference"]
-        lines.append(f"| {block} | {len(both)} | {with_interval(c['ours'])} | {with_interval(c['theirs'])} | {d['mean']:+.3f} "
-                     f"[{d['interval'][0]:+.3f}, {d['interval'][1]:+.3f}] | {by_seed} |")
+        lines.append(f"| {block} | {len(both)} | {with_interval(c['ours'])} | {with_interval(c['theirs'])} | {of_difference(c)} | {by_seed} |")
     return lines
 
 
@@ -128,7 +133,19 @@ def passes(results, args):
             lines.append(f"| {name} | {t['steps']} | {t['block_rows'] / 1e6:.2f} M | {t['tokens_read'] * token_bytes / 1e9:.1f} GB | "
                          f"{t['seconds']:.1f}{'' if entries[0].get('alone') else ' (beside others)'} | {with_interval(a)} | "
                          f"{', '.join(f'{v:.3f}' for v in a['by_seed'])} |")
-    return lines
+    return lines + ["", *passes_compared(results, args)]
+
+
+def passes_compared(results, args):
+    """The one pass beside the several, over the seeds that both have."""
+    block = args.blocks[0]
+    both = [seed for seed in args.seeds if all(counts_of(results, kind, "dtrain", block, [seed]) for kind in ("once", "six"))]
+    if not both:
+        return []
+    c = acceptance.compare(*(counts_of(results, kind, "dtrain", block, both) for kind in ("once", "six")))
+    results.setdefault("passes", {})["difference"] = dict(c["difference"], seeds=both)
+    over_prompts, half = of_difference(c).split(" | ")
+    return [f"1 pass less {args.passes} passes: {over_prompts} over prompts, {half} over seeds ({len(both)} each)."]
 
 
 def report(results, args):
@@ -140,7 +157,8 @@ def report(results, args):
     lines += [f"- same rows in both systems: {results.get('same_rows', {})}", f"- phases: {results['phases']}",
               f"- left out for time: {results['dropped'] or 'nothing'}", f"- failed: {results['failed'] or 'nothing'}", "",
               "## Acceptance on held-out prompts", "",
-              "accept_len_walk, mean over seeds, 95 % intervals over prompts (the same draws for both).", ""]
+              "accept_len_walk, mean over seeds, 95 % intervals over prompts (the same draws for both); over seeds: half of the difference's",
+              "95 % interval by Student's t from how much the seeds of each system differ.", ""]
     lines += acceptance_table(results, args) + ["", "## Time and memory, the first seed alone on the machine", ""]
     lines += cost_table(results, args) + ["", "Tokens per block over seconds of training:", ""] + curves(results, args)
     lines += ["", "## Real decoding", ""] + decoding(results, args) + ["", "## One pass or several", ""] + passes(results, args)
