@@ -18,6 +18,7 @@
 #include "tests/support/shard_fixture.h"
 #include "tests/support/step_fixture.h"
 #include "trainer/files.h"
+#include "trainer/plan_admit.h"
 #include "trainer/plan_fit.h"
 #include "trainer/plan_open.h"
 
@@ -695,6 +696,18 @@ static void the_smaller_memory_counts(void **state)
     free(out);
 }
 
+// Of NCCL no more counts as free than has come with it: the rest of its part may be in use by another process.
+static void memory_of_others_is_not_nccls(void **state)
+{
+    (void)state;
+    size_t nccl = ranks_gpu_bytes(2), context = plan_begun_bytes(1, 0);
+    assert_true(nccl > gib / 2 && context > 0 && context < gib);
+    assert_true(plan_begun_bytes(1, gib) == context);
+    assert_true(plan_begun_bytes(2, 0) == context);
+    assert_true(plan_begun_bytes(2, gib / 4) == context + gib / 4);
+    assert_true(plan_begun_bytes(2, 2 * gib) == context + nccl); // no more than the plan has
+}
+
 static int open_folder(void **state)
 {
     *state = fixture_folder();
@@ -729,6 +742,7 @@ int main(void)
         cmocka_unit_test(more_ranks_are_judged),
         cmocka_unit_test(answers_are_exact),
         cmocka_unit_test(the_smaller_memory_counts),
+        cmocka_unit_test(memory_of_others_is_not_nccls),
     };
     return cmocka_run_group_tests(tests, open_folder, close_folder);
 }

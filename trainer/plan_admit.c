@@ -24,15 +24,20 @@ static size_t least_of_ranks(const struct session *session, size_t bytes)
     return (size_t)-least;
 }
 
-// What a run may take in all. On a GPU most of the context that the plan counts is there already, and all of
-// NCCL's.
+size_t plan_begun_bytes(int64_t ranks, size_t joined_bytes)
+{
+    size_t nccl = ranks_gpu_bytes(ranks);
+    return CUDA_CONTEXT_BEGUN_BYTES + (joined_bytes < nccl ? joined_bytes : nccl);
+}
+
+// What a run may take in all. On a GPU most of the context that the plan counts is there already, and what NCCL takes.
 static size_t free_memory(const struct session *session)
 {
     size_t left = 0, total = 0, used, begun;
     uint64_t limit = config_memory_limit(session->config);
     session->backend->memory(&left, &total);
     used = total - left;
-    begun = CUDA_CONTEXT_BEGUN_BYTES + ranks_gpu_bytes(session_ranks(session));
+    begun = plan_begun_bytes(session_ranks(session), session->joined_bytes);
     if (strcmp(session->backend->name, "cpu") == 0)
         left /= machine_ranks(session);
     else

@@ -210,10 +210,20 @@ int session_open_model(struct session *session, struct error *err)
     return execution_choose(&session->execution, config, &session->sizes, session->backend, err);
 }
 
+static size_t memory_left(const struct backend *backend)
+{
+    size_t left = 0, total = 0;
+    backend->memory(&left, &total);
+    return left;
+}
+
 int session_join(struct session *session, struct ranks *ranks, struct error *err)
 {
+    size_t before = memory_left(session->backend), after;
     if (ranks_connect(ranks, session->backend, err) != 0)
         return -1;
+    after = memory_left(session->backend);
+    session->joined_bytes = after < before ? before - after : 0;
     session->ranks = ranks;
     session->rank = ranks_rank(ranks);
     session->rank_count = ranks_size(ranks);

@@ -32,6 +32,8 @@ struct session {
     int rank, rank_count;
     struct ownership ownership;
     int local_ranks; // on the machine that has most of them; 0: not joined
+    // Of the device's memory, more in use than before the ranks were connected: on GPUs, NCCL's.
+    size_t joined_bytes;
 };
 
 // Reads the config file and `sets`, warns of keys without effect, checks that the files it names exist,
