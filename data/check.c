@@ -316,11 +316,7 @@ int data_check(const char *const *paths, size_t count, bool write_verdicts, FILE
     for (size_t i = 0; i < count; i++) {
         struct error found = {""};
         struct shard shard;
-        if (damaged[i] != NULL) {
-            print_faults(&check, damaged[i]);
-            continue;
-        }
-        if (shard_open(&shard, paths[i], &found) != 0) {
+        if (shard_open_probed(&shard, paths[i], damaged[i], &found) != 0) {
             print_faults(&check, found.text);
             continue;
         }
@@ -349,8 +345,7 @@ int data_stats(const char *const *paths, size_t count, FILE *out, struct error *
     check_init(&check, out, &summary, count);
     for (size_t i = 0; i < count && result == 0; i++) {
         struct shard shard;
-        result = damaged[i] != NULL ? error_set(err, "%s", damaged[i])
-                                    : shard_open(&shard, paths[i], err);
+        result = shard_open_probed(&shard, paths[i], damaged[i], err);
         if (result != 0)
             break;
         result = count_shard(&check, &shard, err);

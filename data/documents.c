@@ -230,11 +230,7 @@ static void open_shards(struct opening *opening, const struct config_texts *path
     for (size_t i = 0; i < paths->count; i++) {
         struct error found = {""};
         struct shard *shard = &documents->shards[documents->shard_count];
-        if (damaged[i] != NULL) {
-            faults_add(&opening->faults, damaged[i]);
-            continue;
-        }
-        if (shard_open(shard, paths->items[i], &found) != 0) {
+        if (shard_open_probed(shard, paths->items[i], damaged[i], &found) != 0) {
             faults_add(&opening->faults, found.text);
             continue;
         }
@@ -293,9 +289,7 @@ static void open_manifest(struct opening *opening, const char *path)
     struct error found = {""};
     documents->shards = memory_alloc(1, sizeof(*documents->shards));
     char **damaged = shard_probe_manifest(path);
-    if (damaged[0] != NULL)
-        faults_add(&opening->faults, damaged[0]);
-    else if (shard_open_manifest(&documents->shards[0], path, &found) == 0)
+    if (shard_open_manifest_probed(&documents->shards[0], path, damaged[0], &found) == 0)
         documents->shard_count = 1;
     else
         faults_add(&opening->faults, found.text);

@@ -8,6 +8,7 @@
 #include "base/memory.h"
 #include "data/id_table.h"
 #include "data/shard.h"
+#include "data/shard_probe.h"
 
 struct gathered {
     struct shard *shards;
@@ -23,11 +24,12 @@ struct gathered {
 static int open_all(struct gathered *g, const char *const *paths, size_t count, struct error *err)
 {
     int result = 0;
+    char **damaged = shard_probe(paths, count);
     g->shards = memory_alloc(count, sizeof(*g->shards));
     for (size_t i = 0; i < count; i++) {
         struct error found = {""};
         struct shard *shard = &g->shards[g->shard_count];
-        if (shard_open(shard, paths[i], &found) != 0) {
+        if (shard_open_probed(shard, paths[i], damaged[i], &found) != 0) {
             result = error_add(err, "%s", found.text);
             continue;
         }
@@ -36,6 +38,7 @@ static int open_all(struct gathered *g, const char *const *paths, size_t count, 
         g->tokens += shard->tokens;
         result |= shard_compare(&g->shards[0], shard, err);
     }
+    shard_probe_free(damaged, count);
     return result;
 }
 

@@ -216,3 +216,14 @@ void shard_probe_free(char **messages, size_t count)
         free(messages[i]);
     free(messages);
 }
+
+int shard_open_probed(struct shard *shard, const char *path, const char *message, struct error *err)
+{
+    return message != NULL ? error_set(err, "%s", message) : shard_open(shard, path, err);
+}
+
+int shard_open_manifest_probed(struct shard *shard, const char *path, const char *message,
+                               struct error *err)
+{
+    return message != NULL ? error_set(err, "%s", message) : shard_open_manifest(shard, path, err);
+}

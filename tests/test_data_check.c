@@ -17,6 +17,7 @@
 
 #include "base/memory.h"
 #include "base/rng.h"
+#include "data/manifest.h"
 #include "tests/support/shard_edit.h"
 #include "tests/support/shard_fixture.h"
 
@@ -424,11 +425,12 @@ static size_t damage(unsigned char *bytes, size_t size, uint64_t seed)
     return seed % 4 == 3 ? rng_u64(key, counter) % size : size;
 }
 
-// A report or a refusal whatever the bytes are; memory is bounded, so that a damaged size is not
-// simply allocated.
+// A report or a refusal whatever the bytes are, and no manifest of what is refused; memory is bounded, so
+// that a damaged size is not simply allocated.
 static void check_damaged(const char *path, const char *damaged, uint64_t first, uint64_t count)
 {
     size_t size;
+    char *manifest = memory_format("%s.manifest", damaged);
     unsigned char *sound = load(path, &size), *bytes = memory_alloc(size, 1);
     int64_t refused = 0;
     for (uint64_t seed = first; seed < first + count; seed++) {
@@ -440,10 +442,14 @@ static void check_damaged(const char *path, const char *damaged, uint64_t first,
         assert_int_equal(outcome.result == 1, outcome.summary.faults > 0);
         refused += outcome.result;
         free(outcome.text);
+        struct error err = {""};
+        if (manifest_write(manifest, &damaged, 1, &err) != 0)
+            assert_memory_equal(err.text, damaged, strlen(damaged));
     }
     assert_true(refused > (int64_t)count / 8);
     free(sound);
     free(bytes);
+    free(manifest);
 }
 
 static void damaged_bytes_never_end_the_program(void **state)

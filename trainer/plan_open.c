@@ -6,6 +6,7 @@
 
 #include "base/log.h"
 #include "data/safetensors.h"
+#include "data/shard_probe.h"
 #include "data/vocab_map.h"
 #include "trainer/files.h"
 
@@ -76,7 +77,10 @@ static void close_headers(struct headers *headers)
 static int open_manifest_header(struct headers *headers, const char *path, struct error *err)
 {
     headers->shards = memory_alloc(1, sizeof(*headers->shards));
-    if (shard_open_manifest(&headers->shards[0], path, err) != 0)
+    char **damaged = shard_probe_manifest(path);
+    int result = shard_open_manifest_probed(&headers->shards[0], path, damaged[0], err);
+    shard_probe_free(damaged, 1);
+    if (result != 0)
         return error_prefix(err, "data.manifest");
     headers->count = 1;
     return 0;
@@ -86,18 +90,20 @@ static int open_headers(struct headers *headers, const struct config_texts *path
                         struct error *err)
 {
     int faults = 0;
+    char **damaged = shard_probe((const char *const *)paths->items, paths->count);
     headers->shards = memory_alloc(paths->count, sizeof(*headers->shards));
     for (size_t i = 0; i < paths->count; i++) {
         struct error found = {""};
-        if (shard_open(&headers->shards[headers->count], paths->items[i], &found) == 0) {
+        struct shard *shard = &headers->shards[headers->count];
+        if (shard_open_probed(shard, paths->items[i], damaged[i], &found) == 0) {
             headers->count++;
             if (headers->count > 1)
-                faults |=
-                    shard_compare(&headers->shards[0], &headers->shards[headers->count - 1], err);
+                faults |= shard_compare(&headers->shards[0], shard, err);
         } else {
             faults |= error_add(err, "%s", found.text);
         }
     }
+    shard_probe_free(damaged, paths->count);
     return faults != 0 ? -1 : 0;
 }
 

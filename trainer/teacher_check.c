@@ -8,6 +8,7 @@
 #include "base/log.h"
 #include "base/rng.h"
 #include "data/shard.h"
+#include "data/shard_probe.h"
 #include "data/target.h"
 #include "kernels/kernels.h"
 
@@ -329,15 +330,17 @@ int teacher_check(const char *const *paths, size_t count, const char *target_pat
         return -1;
     teacher_init(&teacher, &target);
     int result = 0;
+    char **damaged = shard_probe(paths, count);
     for (size_t i = 0; i < count && result >= 0; i++) {
         struct shard shard;
         struct error fault = {0};
-        if (shard_open(&shard, paths[i], &fault) != 0)
+        if (shard_open_probed(&shard, paths[i], damaged[i], &fault) != 0)
             continue; // data check has named it
         int status = shard.tokens > 0 ? check_shard(&shard, &teacher, out, err) : 0;
         result = status != 0 ? status : result;
         shard_close(&shard);
     }
+    shard_probe_free(damaged, count);
     teacher_release(&teacher);
     target_close(&target);
     return result;
