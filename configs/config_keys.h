@@ -100,7 +100,7 @@
     REAL(init_std, 0.02, 0.0, 1.0, KEEP, "standard deviation of initial weights; norms start at 1") \
     PATH(init_from, NULL, FREE, "directory of a released drafter (z-lab, SpecForge or speculators layout) whose weights a fresh run starts from; it must be what this section says") \
     TEXTS(init_allow, FREE, "fields and tensors of init_from that may differ, be missing or extra, by the names that the refusal gives; such tensors start as init_std says") \
-    INT(markov_rank, 0, 0, 4096, KEEP, "rank of a trained Markov head (DSpark's): logits depend on the token in front, too, by two tables of this width; 0: none") \
+    INT(markov_rank, 0, 0, 4096, KEEP, "rank of a trained Markov head (DSpark's): logits depend on the token in front, too, by two tables of this width, on a GPU best a multiple of 8; 0: none") \
     INT(ttt_steps, 7, 1, 16, KEEP, "eagle3: unrolled steps") \
     PATH(draft_vocab, NULL, KEEP, "eagle3: vocabulary map; default: the full vocabulary") \
     CHOICE(lm_head, frozen, "frozen\0trainable", KEEP, "eagle3: the head over the draft vocabulary") \

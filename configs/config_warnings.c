@@ -4,6 +4,7 @@
 #include "configs/config_table.h"
 #include "configs/config_value.h"
 
+#include <inttypes.h>
 #include <string.h>
 
 struct watch {
@@ -122,6 +123,19 @@ static void watch_serving(struct watch *w)
              "servers measure the window from the query; a served block sees less context");
 }
 
+// The other widths that a config gives are free, too, and whatever is asked for is computed.
+static void watch_speed(struct watch *w)
+{
+    enum { ALIGNED = 8 }; // bf16 numbers in the 16 bytes that a GPU's products read at once
+    int64_t rank = w->config->drafter.markov_rank;
+    if (rank % ALIGNED != 0 && w->config->run.device != DEVICE_CPU)
+        WARN(w, drafter, markov_rank,
+             "%" PRId64
+             " is no multiple of %d: on a GPU products with its tables may be slower, and not "
+             "all of them are timed at the start; the next multiple is %" PRId64,
+             rank, ALIGNED, (rank / ALIGNED + 1) * ALIGNED);
+}
+
 static void watch_parallel(struct watch *w)
 {
     if (w->config->parallel.gpus > 1 && w->config->run.device == DEVICE_CPU)
@@ -147,6 +161,7 @@ size_t config_warnings(const struct config *config, struct error *text)
     watch_optimizer(&w);
     watch_run(&w);
     watch_serving(&w);
+    watch_speed(&w);
     watch_parallel(&w);
     watch_overlap(&w);
     config_release(&w.defaults);

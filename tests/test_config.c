@@ -577,6 +577,32 @@ static void what_no_layout_holds_is_said(void **state)
     free(file);
 }
 
+static void widths_that_are_slow_on_a_gpu_are_said(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *sets[4];
+        bool says;
+    } cases[] = {{{"markov_rank=27", "device=auto", "predict_from_anchor=true", "epochs=1"}, true},
+                 {{"markov_rank=24", "device=auto", "predict_from_anchor=true", "epochs=1"}, false},
+                 {{"markov_rank=0", "device=auto", "epochs=1", "epochs=1"}, false},
+                 {{"markov_rank=27", "device=cpu", "predict_from_anchor=true", "epochs=1"}, false}};
+    struct config_folder folder;
+    config_folder_open(&folder);
+    char *file = config_folder_write(&folder, "a.yaml", GOOD);
+    for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
+        struct config c;
+        struct error text = {{0}};
+        load(&c, file, cases[i].sets, 4);
+        assert_int_equal(config_warnings(&c, &text), cases[i].says);
+        assert_true((strstr(text.text, "27 is no multiple of 8") != NULL) == cases[i].says);
+        assert_true((strstr(text.text, "the next multiple is 32") != NULL) == cases[i].says);
+        config_release(&c);
+    }
+    config_folder_close(&folder);
+    free(file);
+}
+
 static void choices_are_in_the_order_of_the_enums(void **state)
 {
     (void)state;
@@ -706,6 +732,7 @@ int main(void)
         cmocka_unit_test(resume_compares_what_must_stay),
         cmocka_unit_test(warnings_name_idle_keys),
         cmocka_unit_test(what_no_layout_holds_is_said),
+        cmocka_unit_test(widths_that_are_slow_on_a_gpu_are_said),
         cmocka_unit_test(a_mode_without_effect_is_named),
         cmocka_unit_test(choices_are_in_the_order_of_the_enums),
         cmocka_unit_test(descriptions_hold_every_key),
