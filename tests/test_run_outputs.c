@@ -135,16 +135,25 @@ static void the_place_of_a_sweep_is_checked_first(void **state)
     run_must_say(&fixture, "out", "can not be planned");
 }
 
-// It would take the place of the features.
-static void a_manifest_does_not_replace_its_shard(void **state)
+// As after `--out *.h5`.
+static void no_shard_is_written_over(void **state)
 {
     (void)state;
+    struct error err = {""};
+    uint32_t before, after;
     char *shard = memory_strdup(run_path(&fixture, "train.h5"));
-    int64_t size = files_size(shard);
+    assert_int_equal(files_crc32c(shard, &before, &err), 0);
+    for (size_t i = 0; i < sizeof(writers) / sizeof(*writers); i++) {
+        must_refuse(&writers[i], shard, shard);
+        run_must_say(&fixture, "out", "train.h5: is there and holds HDF5 data");
+    }
     assert_int_equal(
         run_command(&fixture, "out", false, "data", "manifest", "--out", shard, shard, NULL), 2);
-    run_must_say(&fixture, "out", "train.h5: is one of the shards");
-    assert_int_equal(files_size(shard), size);
+    assert_int_equal(
+        run_command(&fixture, "out", false, "vocab", "--size", "4", "--out", shard, shard, NULL),
+        2);
+    assert_int_equal(files_crc32c(shard, &after, &err), 0);
+    assert_int_equal(after, before);
     free(shard);
 }
 
@@ -154,7 +163,7 @@ int main(void)
         cmocka_unit_test(places_of_files_are_checked_first),
         cmocka_unit_test(places_of_exports_are_checked_first),
         cmocka_unit_test(the_place_of_a_sweep_is_checked_first),
-        cmocka_unit_test(a_manifest_does_not_replace_its_shard),
+        cmocka_unit_test(no_shard_is_written_over),
     };
     return cmocka_run_group_tests_name("run_outputs", tests, open_all, close_all);
 }

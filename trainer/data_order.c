@@ -99,24 +99,13 @@ int command_data_order(const struct options *options)
     return result == 0 ? EXIT_DONE : EXIT_REFUSED;
 }
 
-// A manifest has no features, so it must not take the place of a shard that it is made from.
-static int check_out(const struct options *options, struct error *err)
-{
-    if (files_check_replace(options->out, err) != 0)
-        return error_prefix(err, "--out");
-    for (int i = 0; i < options->file_count; i++)
-        if (files_same(options->out, options->files[i]))
-            return error_set(err, "--out %s: is one of the shards; name another file",
-                             options->out);
-    return 0;
-}
-
 int command_data_manifest(const struct options *options)
 {
     struct error err = {0};
-    if (check_out(options, &err) == 0 &&
-        manifest_write(options->out, (const char *const *)options->files,
-                       (size_t)options->file_count, &err) == 0)
+    const char *const *shards = (const char *const *)options->files;
+    if (files_check_replace(options->out, &err) != 0)
+        error_prefix(&err, "--out");
+    else if (manifest_write(options->out, shards, (size_t)options->file_count, &err) == 0)
         return EXIT_DONE;
     log_error("%s", err.text);
     return EXIT_REFUSED;

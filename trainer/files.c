@@ -222,10 +222,33 @@ static bool names_folder(const char *path)
     return length == 0 || path[length - 1] == '/' || files_is_folder(path);
 }
 
-int files_check_replace(const char *path, struct error *err)
+// Shards and manifests. `--out *.h5` without a name of its own takes the first shard for one.
+static bool holds_hdf5(const char *path)
+{
+    static const char signature[] = "\x89HDF\r\n\x1a\n";
+    char found[sizeof(signature) - 1];
+    FILE *file = fopen(path, "rbe");
+    if (file == NULL)
+        return false;
+    size_t size = fread(found, 1, sizeof(found), file);
+    fclose(file);
+    return size == sizeof(found) && memcmp(found, signature, size) == 0;
+}
+
+static int check_name(const char *path, struct error *err)
 {
     if (names_folder(path))
         return error_set(err, "%s: is a folder; name a file", path);
+    if (files_size(path) > 0 && holds_hdf5(path))
+        return error_set(err, "%s: is there and holds HDF5 data; name another file, or remove it",
+                         path);
+    return 0;
+}
+
+int files_check_replace(const char *path, struct error *err)
+{
+    if (check_name(path, err) != 0)
+        return -1;
     if (files_exists(path) && files_size(path) < 0)
         return error_set(err, "%s: is not a plain file, and would be replaced", path);
     return try_folder_of(path, err);
@@ -233,8 +256,8 @@ int files_check_replace(const char *path, struct error *err)
 
 int files_check_write(const char *path, struct error *err)
 {
-    if (names_folder(path))
-        return error_set(err, "%s: is a folder; name a file", path);
+    if (check_name(path, err) != 0)
+        return -1;
     if (!files_exists(path))
         return try_folder_of(path, err);
     if (access(path, W_OK) != 0)

@@ -34,6 +34,7 @@ int files_copy(const char *from, const char *to, struct error *err);
 int files_sync_folder(const char *path, struct error *err);
 // Where a command is to write, looked at before its work; nothing is left there. A file that comes by way of a second
 // one beside it; one that is opened as it is, so also a device or a pipe; a folder that is made where it is missing.
+// A file of HDF5 data that is there (features, a manifest) is refused.
 int files_check_replace(const char *path, struct error *err);
 int files_check_write(const char *path, struct error *err);
 int files_check_folder(const char *path, struct error *err);
