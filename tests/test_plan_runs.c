@@ -84,6 +84,12 @@ static void a_run_that_does_not_fit_is_refused(void **state)
                                "run.max_steps=1", NULL),
                      0);
     run_must_say(&fixture, "fits", "resident at most");
+    run_must_say(&fixture, "fits", " when the run began (the program and its libraries) and ");
+    cJSON *metrics = program_metrics(run_path(&fixture, "fits"));
+    const cJSON *line = program_line(metrics, 1, "loss");
+    assert_true(program_number(line, "begin_bytes") > 0.0);
+    assert_true(program_number(line, "memory_bytes") >= program_number(line, "begin_bytes"));
+    cJSON_Delete(metrics);
     // The offer, the first lines and the last one have one number.
     const char *needs = run_path(&fixture, "%.*s", (int)strcspn(strstr(offer, "needs ") + 6, ","),
                                  strstr(offer, "needs ") + 6);

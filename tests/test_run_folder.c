@@ -196,6 +196,7 @@ static void a_step_says_everything_by_name(void **state)
         {"read_bytes", "8000000000"},
         {"read_gb_per_second", "2"},
         {"memory_bytes", "3000000000"},
+        {"begin_bytes", "1000000000"},
         {"planned_bytes", "2000000000"},
     };
     enum { FIELDS = sizeof(fields) / sizeof(*fields) };

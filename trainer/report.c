@@ -183,6 +183,7 @@ static void add_rates(struct line *line, const struct step_report *r)
     add_cost(line, speed, "read_gb_per_second", 1e-9 * ratio(r->read_bytes, r->read_seconds));
     add_whole(line, "memory_bytes", r->memory_bytes);
     draw(line, speed, "memory_bytes", r->memory_bytes);
+    add_whole(line, "begin_bytes", r->begin_bytes);
     add_whole(line, "planned_bytes", r->planned_bytes);
     if (r->spool)
         add_whole(line, "spool_bytes", r->spool_bytes);

@@ -63,6 +63,7 @@ struct step_report {
     double flops;         // of useful work
     double peak_flops;    // a second, of all ranks' devices; 0: not known
     double memory_bytes;  // peak resident (CPU) or device memory in use
+    double begin_bytes;   // of memory_bytes, in use when the run began
     double planned_bytes; // of device memory
     bool spool;           // features come through one:
     double spool_wait_seconds, spool_bytes;

@@ -150,6 +150,7 @@ static int report_step(struct run *run, const struct step_outcome *outcome, int6
                                  .flops = run_work_done(&run->work, &run->step.metrics),
                                  .peak_flops = run->work.peak_flops,
                                  .memory_bytes = run_peak_memory(run),
+                                 .begin_bytes = (double)run->begin_bytes,
                                  .planned_bytes = (double)run->planned_bytes,
                                  .spool = run->spool != NULL};
     if (run->spool != NULL) {

@@ -80,14 +80,17 @@ void run_describe_start(const struct run *run)
 
 void run_report_memory(struct run *run)
 {
-    char most[BYTE_SIZE_TEXT], begin[BYTE_SIZE_TEXT], planned[BYTE_SIZE_TEXT];
+    char most[BYTE_SIZE_TEXT], begin[BYTE_SIZE_TEXT], planned[BYTE_SIZE_TEXT], own[BYTE_SIZE_TEXT];
     byte_size_text(run_peak_memory(run), most);
     byte_size_text((double)run->begin_bytes, begin);
+    byte_size_text(run_peak_memory(run) - (double)run->begin_bytes, own);
     byte_size_text((double)run->planned_bytes, planned);
     if (strcmp(run->session.execution.device, "cpu") == 0)
-        log_info("memory: %s resident at most, %s planned for step and host part; the program, its "
-                 "libraries and the target's mapped files come on top (%s when the run began)",
-                 most, planned, begin);
+        log_info(
+            "memory: %s resident at most: %s when the run began (the program and its libraries) "
+            "and %s since, where %s were planned for step and host part, and the target's mapped "
+            "files come on top",
+            most, begin, own, planned);
     else
         log_info(
             "GPU memory: %s in use at most, %s planned, both with the CUDA context; %s were in "

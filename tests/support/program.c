@@ -256,6 +256,7 @@ cJSON *program_steady_metrics(const char *run)
                                            "tokens_per_second",
                                            "read_gb_per_second",
                                            "memory_bytes",
+                                           "begin_bytes",
                                            "spool_wait_seconds",
                                            "spool_bytes",
                                            "copy_seconds",

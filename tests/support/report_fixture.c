@@ -49,6 +49,7 @@ struct step_report report_step_of(const struct metrics *metrics, int64_t step)
                                 .read_seconds = 4.0,
                                 .read_bytes = 8e9,
                                 .memory_bytes = 3e9,
+                                .begin_bytes = 1e9,
                                 .planned_bytes = 2e9,
                                 .readers = 4,
                                 .device = "GPU",

@@ -202,6 +202,18 @@ def summary(run):
     }
 
 
+def memory_levels(run):
+    """What a run's memory is held against: pairs of words and bytes. On a CPU the plan is of what comes on top of the
+    program and its libraries; on a GPU it has the context, and is of the whole."""
+    last = run.steps[-1] if run.steps else {}
+    begin, planned = number(last, "begin_bytes"), number(last, "planned_bytes")
+    on_top = run.execution.get("device") == "cpu" and begin
+    found = [("when the run began", begin)] if begin else []
+    if planned:
+        found.append(("planned, on top of that" if on_top else "planned", planned + (begin if on_top else 0)))
+    return found
+
+
 def drafts_of(line):
     """The numbers of drafts that a validation has accept_len_walk for."""
     found = [re.fullmatch(r"val_accept_len_walk_(\d+)", name) for name in line]

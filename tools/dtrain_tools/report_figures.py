@@ -320,10 +320,10 @@ def memory_of_run(report, styles):
     figure, axes = start("Memory of the process" if cpu else "Memory in use on the GPU", unit="most so far")
     steps, values = run.series("memory_bytes")
     axes.plot(*data.thin(steps, values), color=SERIES[0], label="in use")
-    planned = data.number(run.steps[-1], "planned_bytes") if run.steps else None
-    if planned:
-        axes.axhline(planned, color=MUTED, linewidth=1.2, linestyle=DASHES[1], label="planned")
-    axes.set_ylim(0, 1.12 * max([*values, planned or 0.0]))
+    levels = data.memory_levels(run)
+    for (words, level), dashes in zip(reversed(levels), DASHES[1:]):
+        axes.axhline(level, color=MUTED, linewidth=1.2, linestyle=dashes, label=words)
+    axes.set_ylim(0, 1.12 * max([*values, *(level for _, level in levels)]))
     locate(axes.yaxis, 6, format_bytes)
     legend(axes)
     return figure

@@ -116,6 +116,16 @@ class Reading(Folders):
         report = data.open_report([self.run_folder("r", lines)])
         self.assertAlmostEqual(report.summaries["r"]["mfu"], 6.0 / (8.0 + 20.0))
 
+    def test_memory_is_held_against_the_plan(self):
+        run = data.open_report([self.run_folder("r", [step_line(1, begin_bytes=700)])]).runs[0]
+        run.execution["device"] = "cpu"
+        self.assertEqual(data.memory_levels(run), [("when the run began", 700.0), ("planned, on top of that", 1600.0)])
+        run.execution["device"] = "cuda"
+        self.assertEqual(data.memory_levels(run), [("when the run began", 700.0), ("planned", 900.0)])
+        before = data.open_report([self.run_folder("before", [step_line(1)])]).runs[0]  # by a version without it
+        before.execution["device"] = "cpu"
+        self.assertEqual(data.memory_levels(before), [("planned", 900.0)])
+
     def test_parts_add_up_to_a_step(self):
         run = data.open_report([self.usual()]).runs[0]
         parts = run.parts()
