@@ -15,6 +15,7 @@ from dtrain_tools.shards import ShardWriter
 from dtrain_tools.tensor_file import float_to_bf16, write_tensors
 
 HIDDEN, VOCAB, LAYERS = 16, 64, 3
+PATIENCE = 240  # seconds that a run may take on a machine that much else runs on
 
 CONFIG = """
 run: {dir: unset, seed: 3, epochs: 100, max_steps: 300, device: cpu, compute: fp32}
@@ -78,7 +79,7 @@ class Runs:
                                     stderr=subprocess.STDOUT)
 
     def train(self, name, *sets):
-        status = self.start(name, *sets).wait(timeout=120)
+        status = self.start(name, *sets).wait(timeout=PATIENCE)
         if status != 0:
             raise AssertionError(f"{name} ended with {status}:\n{self.said(name)}")
 
@@ -89,12 +90,15 @@ class Runs:
     def stop_at(self, name, step, how=signal.SIGKILL, *sets):
         """Starts a run and ends it once metrics.jsonl has a step; its exit status."""
         process = self.start(name, *sets)
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE
         while process.poll() is None and not any(line["step"] >= step for line in self.metrics(name)):
+            time.sleep(0.005)
             if time.monotonic() > end:
+                process.kill()
+                process.wait()
                 raise AssertionError(f"{name} did not reach step {step}:\n{self.said(name)}")
         process.send_signal(how)
-        return process.wait(timeout=60)
+        return process.wait(timeout=PATIENCE)
 
     def metrics(self, name):
         """Whole lines so far."""
