@@ -17,12 +17,13 @@ The first writes the documents without their features, the second feeds these to
 """
 
 import argparse
+import math
 import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-from dtrain_tools.command import exit_status, layer_list, say  # noqa: E402
+from dtrain_tools.command import check_cutting, exit_status, layer_list, say  # noqa: E402
 from dtrain_tools.documents import InputError, Template, keep_usable, read_sources, validation_keys  # noqa: E402
 from dtrain_tools.memory import parse_limits  # noqa: E402
 from dtrain_tools.target_directory import default_layer_ids  # noqa: E402
@@ -94,7 +95,7 @@ def check_arguments(parser, args):
     if args.spool is not None and (args.config is None or args.input or args.out):
         parser.error("--spool needs --config, and takes neither input files nor --out")
     for name in ("layers", "max_new_tokens", "samples", "batch_tokens", "answer_tokens", "teacher_rows",
-                 "claim_prompts"):
+                 "claim_prompts", "max_tokens", "limit", "threads"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if (args.max_memory or args.offload) and not args.device_map:
@@ -105,8 +106,9 @@ def check_arguments(parser, args):
         parser.error(f"--max-memory {error}")
     if args.samples > 1 and args.temperature <= 0:
         parser.error("--samples above 1 needs --temperature: greedy answers are all the same")
-    if args.split_val < 0 or (args.split_val >= 1 and args.split_val != int(args.split_val)):
-        parser.error("--split-val is a share below 1 or a whole number")
+    if not (args.temperature >= 0 and math.isfinite(args.temperature)):
+        parser.error("--temperature must be a number from 0 on")
+    check_cutting(parser, args)
 
 
 def settings_of(args, target, layer_ids):
@@ -140,6 +142,8 @@ def load_template(args, tokenizer, target):
                 tokenizer.chat_template = file.read()
         except OSError as error:
             raise InputError(f"--chat-template {args.chat_template}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise InputError(f"--chat-template {args.chat_template}: not UTF-8 text") from error
     thinking = None if args.thinking is None else args.thinking == "on"
     return Template(tokenizer, target.end_ids(tokenizer), thinking, args.supervise)
 
@@ -179,7 +183,7 @@ def longest_texts(args, sources, tokenizer):
 
 
 def texts_of(source):
-    return [str(message["content"]) for message in source.messages or []] + list(source.turns or [])
+    return [str(text) for text in [*(message["content"] for message in source.messages or []), *(source.turns or [])]]
 
 
 def text_length(source):
@@ -188,11 +192,10 @@ def text_length(source):
 
 def tell_memory(args, sources, tokenizer):
     """The sum, before anything is loaded; refuses weights that do not fit."""
-    from transformers import AutoConfig
     from dtrain_tools import memory
-    from dtrain_tools.target_model import element_bytes, pick_device, split_model_path
+    from dtrain_tools.target_model import element_bytes, load_config, pick_device, split_model_path
     folder, extra = split_model_path(args.model, args.gguf)
-    whole = AutoConfig.from_pretrained(folder, **extra)
+    whole = load_config(folder, **extra)
     config = whole.get_text_config()
     device = pick_device(args.device)
     stored, loaded = element_bytes(whole, args.dtype, device)

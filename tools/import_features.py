@@ -17,7 +17,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from dtrain_tools import speculators_dump as dump  # noqa: E402
-from dtrain_tools.command import exit_status, layer_list, say  # noqa: E402
+from dtrain_tools.command import check_cutting, exit_status, layer_list, say  # noqa: E402
 from dtrain_tools.deepspec_dump import DeepspecDump  # noqa: E402
 from dtrain_tools.documents import InputError  # noqa: E402
 from dtrain_tools.extraction import settle_folder  # noqa: E402
@@ -101,8 +101,7 @@ def check_arguments(parser, args):
     if (args.model is None) == ("layers" not in args.unverified):
         parser.error("which layer a plane is stands in no file: give --model, whose states are compared, or "
                      "--unverified layers")
-    if args.split_val < 0 or (args.split_val >= 1 and args.split_val != int(args.split_val)):
-        parser.error("--split-val is a share below 1 or a whole number")
+    check_cutting(parser, args)
     args.dtrain = args.dtrain or shutil.which("dtrain")
     if args.dtrain is None:
         parser.error("dtrain is not on PATH; give --dtrain FILE (its data check ends the import)")

@@ -103,6 +103,8 @@ class Claims:
         temporary = os.path.join(self.folder, f"{self.token}.{threading.get_ident()}.new")
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(self.me, file)
+            file.flush()
+            os.fsync(file.fileno())  # no claim is empty after a loss of power
         try:
             os.link(temporary, self._path(name, number))
         except FileExistsError:

@@ -1,4 +1,5 @@
 """What the command line tools share: messages, lists of layers, and which failures end with which status."""
+import math
 import sys
 import time
 
@@ -17,6 +18,14 @@ def layer_list(text):
     return [int(part) for part in text.split(",")]
 
 
+def check_cutting(parser, args):
+    """--split-val and --shard-bytes."""
+    if not (0 <= args.split_val < 1 or (args.split_val >= 1 and float(args.split_val).is_integer())):
+        parser.error("--split-val is a share below 1 or a whole number")
+    if not 0 < args.shard_bytes < math.inf:
+        parser.error("--shard-bytes must be above 0")
+
+
 def exit_status(action, arguments):
     """Runs a tool that can be started again to go on: 0, or the status that belongs to what ended it."""
     try:
@@ -26,6 +35,11 @@ def exit_status(action, arguments):
         return REFUSED
     except (DiskFull, MemoryError, Stalled) as error:
         say(f"error: {error}")
+        return RUN_FAILED
+    except OSError as error:
+        if error.filename is None:  # not of a file that was asked for
+            raise
+        say(f"error: {error.filename}: {error.strerror}")
         return RUN_FAILED
     except KeyboardInterrupt:
         say("stopped; the same command goes on from here")

@@ -6,12 +6,11 @@ target_last_hidden_states [S, H], which are behind the final norm. States are bf
 scale. Layers are outputs of decoder layers from 0; -1 is the embedding. Does not write shards. numpy only.
 """
 
-import json
 import os
 
 import numpy as np
 
-from dtrain_tools.documents import InputError
+from dtrain_tools.documents import InputError, load_json
 from dtrain_tools.dumped import check_values, check_vocabulary, make_document, mask_of, refuse
 from dtrain_tools.shards import Float8
 from dtrain_tools.tensor_file import e4m3_to_float, e5m2_to_float, float_to_bf16
@@ -36,20 +35,14 @@ class DeepspecDump:
         self.index = self._read_index()
 
     def _read_manifest(self):
-        try:
-            with open(self.path, encoding="utf-8") as file:
-                manifest = json.load(file)
-        except OSError as error:
-            refuse(self.path, f"{error.strerror}; a cache is finished when it has its manifest", error)
-        except ValueError as error:
-            refuse(self.path, f"not JSON: {error}", error)
-        if not isinstance(manifest, dict):
-            refuse(self.path, "expected a JSON object")
+        if not os.path.isfile(self.path):
+            refuse(self.path, "is missing; a cache is finished when it has its manifest")
+        manifest = load_json(self.path)
         for name, value in {**WANTED, "hidden_size": self.hidden_size}.items():
             if manifest.get(name) != value:
                 refuse(self.path, f"{name} is {manifest.get(name)!r}; {value!r} is expected"
                        f"{' (the hidden size of --target)' if name == 'hidden_size' else ''}")
-        if manifest.get("hidden_dtype") not in STATES:
+        if str(manifest.get("hidden_dtype")) not in STATES:
             refuse(self.path, f"hidden_dtype is {manifest.get('hidden_dtype')!r}; {', '.join(STATES)} are understood")
         ids, shards = manifest.get("target_layer_ids"), manifest.get("shards")
         if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):

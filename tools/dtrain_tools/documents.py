@@ -9,7 +9,9 @@ names the file and the line. Token ids that exist are never decoded and encoded 
 import dataclasses
 import hashlib
 import json
+import re
 
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 SENTINEL = "DTRAINPLACEOFTHEANSWER"  # stands for an answer while a template's text around it is taken
 
 
@@ -18,13 +20,17 @@ class InputError(Exception):
 
 
 def load_json(path):
+    """-> the file's object."""
     try:
         with open(path, encoding="utf-8") as file:
-            return json.load(file)
+            found = json.load(file)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: expected a JSON object")
+    return found
 
 
 @dataclasses.dataclass
@@ -54,19 +60,27 @@ class Document:
         return sum(self.mask)
 
 
+def text_lines(path):
+    """The lines of a file of text."""
+    number = 0
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                yield line.decode("utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}:{number}: not UTF-8 text: {error.reason} at byte {error.start + 1} of the line"
+                         ) from error
+
+
 def read_sources(paths, limit=None):
     """All lines of all files, checked as far as possible without a tokenizer."""
     sources = []
     for path in paths:
-        try:
-            with open(path, encoding="utf-8") as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip() and (limit is None or len(sources) < limit):
-                        sources.append(parse_line(line, f"{path}:{number}", len(sources)))
-        except OSError as error:
-            raise InputError(f"{path}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise InputError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
+        for number, line in enumerate(text_lines(path), 1):
+            if line.strip() and (limit is None or len(sources) < limit):
+                sources.append(parse_line(line, f"{path}:{number}", len(sources)))
     if not sources:
         raise InputError(f"{', '.join(paths)}: no documents")
     return sources
@@ -77,9 +91,13 @@ def parse_line(line, where, index):
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:  # numbers and nesting that Python does not read
+        raise InputError(f"{where}: not JSON that can be read: {error}") from error
     if not isinstance(entry, dict):
         raise InputError(f"{where}: expected a JSON object")
     key = _key(entry, where)
+    if SURROGATE.search(line):
+        _refuse_surrogates(entry, where)
     if "input_ids" in entry:
         ids, mask = _ready_ids(entry, where)
         return Source("ids", index, where, key, ids=ids, mask=mask)
@@ -87,11 +105,20 @@ def parse_line(line, where, index):
         turns = entry["turns"]
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
             raise InputError(f"{where}: `turns` must be a list of strings, at least one")
+        if not isinstance(entry.get("system", ""), str):
+            raise InputError(f"{where}: `system` must be a string")
         system = [{"role": "system", "content": entry["system"]}] if "system" in entry else []
         return Source("prompt", index, where, key, messages=system, turns=turns)
     if "messages" in entry:
         return _conversation(entry["messages"], where, index, key)
     raise InputError(f"{where}: has none of `messages`, `turns`, `input_ids`")
+
+
+def _refuse_surrogates(entry, where):
+    try:
+        json.dumps(entry, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where}: holds half of a character, {error.object[error.start:error.end]!r}") from error
 
 
 def _key(entry, where):
@@ -109,8 +136,10 @@ def _ready_ids(entry, where):
     if mask is None:
         raise InputError(f"{where}: `input_ids` without `loss_mask`")
     for name, values in (("input_ids", ids), ("loss_mask", mask)):
-        if not isinstance(values, list) or not all(isinstance(v, int) for v in values):
+        if not isinstance(values, list) or not all(type(v) is int for v in values):
             raise InputError(f"{where}: `{name}` must be a flat list of integers")
+    if any(not -2**31 <= v < 2**31 for v in ids):
+        raise InputError(f"{where}: `input_ids` holds a number that no token has")
     if len(ids) != len(mask):
         raise InputError(f"{where}: {len(ids)} input_ids but {len(mask)} loss_mask values")
     if not set(mask) <= {0, 1}:
@@ -124,6 +153,10 @@ def _conversation(messages, where, index, key):
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise InputError(f"{where}: message {number} needs `role` and `content`")
+        content = message["content"]
+        if not isinstance(content, (str, list)) and not (content is None and message.get("tool_calls")):
+            raise InputError(f"{where}: message {number}: `content` must be a string or a list of parts; null only "
+                             "beside `tool_calls`")
     role = messages[-1]["role"]
     if role == "assistant":
         return Source("conversation", index, where, key, messages=messages)

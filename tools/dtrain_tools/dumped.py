@@ -11,6 +11,8 @@ import numpy as np
 from dtrain_tools.documents import InputError
 from dtrain_tools.shards import document_id
 
+INTEGERS = ("int64", "int32", "int16", "int8", "uint8")  # types of torch's tensors
+FLOATS = ("float32", "bfloat16", "float16")
 PIECE_VALUES = 1 << 24     # that are looked at or converted at once
 DOCUMENT_TOKENS = 1 << 20  # more than any document has
 
@@ -82,6 +84,7 @@ def tensor_of(path, data, name, dimensions):
     tensor = data.get(name)
     if not isinstance(tensor, torch.Tensor):
         refuse(path, f"has no tensor {name}")
+    tensor = tensor.detach()
     if tensor.dim() == dimensions + 1 and tensor.shape[0] == 1:
         tensor = tensor[0]
     if tensor.dim() != dimensions:
@@ -93,9 +96,17 @@ def tensor_of(path, data, name, dimensions):
 def integers_of(path, data, name):
     """-> int64 [S]."""
     tensor = tensor_of(path, data, name, 1)
-    if tensor.is_floating_point():
+    if str(tensor.dtype).removeprefix("torch.") not in INTEGERS:
         refuse(path, f"{name}: {tensor.dtype}; expected integers")
     return tensor.numpy().astype(np.int64)
+
+
+def mask_in(path, data, ids):
+    """loss_mask, whose numbers may be of any kind. -> uint8 [S]"""
+    mask = tensor_of(path, data, "loss_mask", 1)
+    if str(mask.dtype).removeprefix("torch.") not in (*INTEGERS, *FLOATS, "bool"):
+        refuse(path, f"loss_mask: {mask.dtype}; expected numbers")
+    return mask_of(path, ids, mask.float().numpy() if mask.is_floating_point() else mask.numpy())
 
 
 def planes_of(path, data, planes, tokens, hidden_size):
@@ -105,7 +116,7 @@ def planes_of(path, data, planes, tokens, hidden_size):
         if list(tensor.shape) != [tokens, count * hidden_size]:
             refuse(path, f"{name}: shape {list(tensor.shape)}; expected [{tokens}, {count * hidden_size}] (tokens of "
                          f"input_ids; {count} planes of the target's hidden size {hidden_size})")
-        if not tensor.is_floating_point() or tensor.element_size() not in (2, 4):
+        if str(tensor.dtype).removeprefix("torch.") not in FLOATS:
             refuse(path, f"{name}: {tensor.dtype}; expected bf16, fp16 or fp32")
     return tensors
 

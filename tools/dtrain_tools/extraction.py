@@ -19,7 +19,7 @@ import time
 
 import numpy as np
 
-from dtrain_tools.documents import InputError
+from dtrain_tools.documents import InputError, load_json
 from dtrain_tools.shards import (TEMPORARY, DiskFull, ShardWriter, document_id, free_bytes, holds_documents,
                                  shard_bytes, token_bytes)
 from dtrain_tools.tensor_file import bf16_to_float
@@ -94,7 +94,8 @@ class Extraction:
         if shard.name in self.done or not os.path.exists(path):
             return shard.name in self.done
         if not holds_documents(path, shard.ids):
-            raise InputError(f"{path}: holds other documents than this run plans for it; use another --out")
+            raise InputError(f"{path}: is damaged, or holds other documents than this run plans for it; use another "
+                             "--out")
         self.done.add(shard.name)
         return True
 
@@ -175,8 +176,7 @@ def settle_folder(folder, settings):
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, "extraction.json")
     if os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
-            before = json.load(file)
+        before = load_json(path)
         differ = [name for name in sorted({*before, *settings}) if before.get(name) != settings.get(name)]
         if differ:
             raise InputError(f"{folder}: holds an extraction with other settings ({', '.join(differ)}); "

@@ -67,8 +67,8 @@ class Import:
             path = os.path.join(folder, shard.name)
             if os.path.exists(path):
                 if not holds_documents(path, shard.ids):
-                    raise InputError(f"{path}: holds other documents than this run plans for it (were states added to "
-                                     "the dump?); use another --out")
+                    raise InputError(f"{path}: is damaged, or holds other documents than this run plans for it (were "
+                                     "states added to the dump?); use another --out")
                 return path
         return None
 

@@ -7,12 +7,11 @@ and leaves the end out. Where answers have no such end, nothing can be said and 
 """
 
 import collections
-import json
 import os
 
 import numpy as np
 
-from dtrain_tools.documents import InputError
+from dtrain_tools.documents import InputError, load_json
 
 FEWEST = 8       # stretches that a verdict needs
 CONSTANT = 0.9   # share of stretches that must agree
@@ -25,8 +24,7 @@ def end_tokens(folder):
         path = os.path.join(folder, name)
         if not os.path.exists(path):
             continue
-        with open(path, encoding="utf-8") as file:
-            config = json.load(file)
+        config = load_json(path)
         for part in (config, config.get("text_config") or {}):
             value = part.get("eos_token_id")
             ids.update(value if isinstance(value, list) else [] if value is None else [value])

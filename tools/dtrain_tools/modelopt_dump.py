@@ -13,7 +13,7 @@ import numpy as np
 
 from dtrain_tools.documents import InputError
 from dtrain_tools.dumped import (DOCUMENT_TOKENS, bits_of, check_values, check_vocabulary, integers_of, make_document,
-                                 mask_of, planes_of, refuse, tensor_of)
+                                 mask_in, mask_of, planes_of, refuse)
 from dtrain_tools.torch_file import load_torch_file
 
 
@@ -46,8 +46,7 @@ class ModeloptDump:
 
     def _mask(self, path, data, ids):
         if "loss_mask" in data:
-            mask = tensor_of(path, data, "loss_mask", 1)
-            return mask_of(path, ids, mask.float().numpy() if mask.is_floating_point() else mask.numpy())
+            return mask_in(path, data, ids)
         if self.masks is None:
             refuse(path, 'has no tensor loss_mask; give one with --documents, a file of lines {"input_ids", "loss_mask"}')
         mask = self.masks.get(hashlib.sha256(ids.tobytes()).digest())

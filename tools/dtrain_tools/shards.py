@@ -35,8 +35,11 @@ def document_id(prompt_id, sample, ids, mask):
 
 def holds_documents(path, ids):
     """Whether the shard holds exactly the documents of these identities, in this order."""
-    with h5py.File(path, "r") as file:
-        return np.array_equal(file["doc_id"][:], np.array(ids, dtype=np.uint64))
+    try:
+        with h5py.File(path, "r") as file:
+            return np.array_equal(file["doc_id"][:], np.array(ids, dtype=np.uint64))
+    except (OSError, KeyError):  # not whole, so another file than what was written under this name
+        return False
 
 
 class Float8(typing.NamedTuple):

@@ -11,7 +11,7 @@ import re
 
 from dtrain_tools.documents import InputError
 from dtrain_tools.dumped import (DOCUMENT_TOKENS, bits_of, check_values, check_vocabulary, integers_of, make_document,
-                                 mask_of, planes_of, refuse, tensor_of)
+                                 mask_in, planes_of, refuse)
 from dtrain_tools.torch_file import load_torch_file
 
 NAME = re.compile(r"data_(\d+)\.ckpt(\.gz)?$")
@@ -63,7 +63,7 @@ class SpecforgeDump:
         """A text's positions count up; those of images do not, and shards have no place for them."""
         import torch
         positions = data.get("position_ids")
-        if positions is not None and not (positions.shape[-1:] == (tokens,) and
+        if positions is not None and not (isinstance(positions, torch.Tensor) and positions.shape[-1:] == (tokens,) and
                                           (positions == torch.arange(tokens)).all()):
             refuse(path, "position_ids: not 0, 1, 2, ...: a document with images, which shards cannot hold")
 
@@ -73,8 +73,7 @@ class SpecforgeDump:
         for number, path in self.files.items():
             data = self._load(path)
             ids = integers_of(path, data, "input_ids")
-            mask = tensor_of(path, data, "loss_mask", 1)
-            mask = mask_of(path, ids, mask.float().numpy() if mask.is_floating_point() else mask.numpy())
+            mask = mask_in(path, data, ids)
             if not mask.any():
                 unsupervised += 1
                 continue

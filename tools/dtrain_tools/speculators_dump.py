@@ -19,7 +19,7 @@ import re
 
 import numpy as np
 
-from dtrain_tools.documents import InputError, parse_line
+from dtrain_tools.documents import InputError, parse_line, text_lines
 from dtrain_tools.dumped import PIECE_VALUES, check_values, check_vocabulary, make_document, mask_of, refuse
 from dtrain_tools.extraction import content_sha256
 from dtrain_tools.shards import Float8
@@ -172,7 +172,9 @@ class Rows:
             refuse(path, f"no column {name}; it has {', '.join(batch.schema.names)}")
         column = batch.column(name)
         for row in range(len(column)):
-            values = column[row].values
+            values = getattr(column[row], "values", column)
+            if values is column:
+                refuse(path, f"column {name}: {column.type}; expected lists of integers")
             if values is None or values.null_count:
                 refuse(path, f"row {first + row}: column {name} is or holds a null")
             kind = str(values.type)
@@ -191,14 +193,13 @@ class Lines:
         return content_sha256([self.path])
 
     def __iter__(self):
-        with open(self.path, encoding="utf-8") as file:
-            for number, line in enumerate(file):
-                where = f"{self.path}:{number + 1}"
-                if line.strip():
-                    source = parse_line(line, where, number)
-                    if source.kind != "ids":
-                        refuse(where, "has no `input_ids` and `loss_mask`")
-                    yield where, number, np.array(source.ids, dtype=np.int64), np.array(source.mask)
+        for number, line in enumerate(text_lines(self.path)):
+            where = f"{self.path}:{number + 1}"
+            if line.strip():
+                source = parse_line(line, where, number)
+                if source.kind != "ids":
+                    refuse(where, "has no `input_ids` and `loss_mask`")
+                yield where, number, np.array(source.ids, dtype=np.int64), np.array(source.mask)
 
 
 def files_by_row(folder):

@@ -12,6 +12,7 @@ import json
 import os
 
 import torch
+from safetensors import SafetensorError
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer,
                           GenerationConfig)
 
@@ -31,7 +32,10 @@ def pick_device(name):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"--device {name}: torch sees no GPU")
-    return torch.device(name)
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"--device {name}: torch knows no such device") from error
 
 
 def split_model_path(model, gguf):
@@ -45,9 +49,25 @@ def split_model_path(model, gguf):
     return model, {}
 
 
+@contextlib.contextmanager
+def loading(folder, what):
+    """Files that Transformers cannot load are the user's fault, not a fault of the program."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        words = (str(error) or type(error).__name__).splitlines()[0]
+        raise InputError(f"{folder}: Transformers cannot load its {what}: {words}") from error
+
+
 def load_tokenizer(model, gguf=None):
     folder, extra = split_model_path(model, gguf)
-    return AutoTokenizer.from_pretrained(folder, **extra)
+    with loading(folder, "tokenizer"):
+        return AutoTokenizer.from_pretrained(folder, **extra)
+
+
+def load_config(folder, **extra):
+    with loading(folder, "config"):
+        return AutoConfig.from_pretrained(folder, **extra)
 
 
 def tokenizer_sha256(tokenizer):
@@ -57,9 +77,10 @@ def tokenizer_sha256(tokenizer):
 def load_model(folder, **options):
     """A causal language model, or a multimodal one whose text part is used."""
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, **options)
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
+        with loading(folder, "weights"):
+            return AutoModelForCausalLM.from_pretrained(folder, **options)
+    except InputError as error:
+        if "Unrecognized configuration class" not in str(error.__cause__):
             raise
     try:
         return AutoModelForImageTextToText.from_pretrained(folder, **options)
@@ -96,7 +117,7 @@ class Target:
         folder, extra = split_model_path(model, gguf)
         self.device = pick_device(device)
         self.spread, self.fetched = bool(spread), {}
-        self.stored_dtype = torch.float32 if gguf else stored_type(AutoConfig.from_pretrained(folder))
+        self.stored_dtype = torch.float32 if gguf else stored_type(load_config(folder))
         self.dtype = loaded_type(self.stored_dtype, dtype, self.device)
         self.model = load_model(folder, dtype=self.dtype, **extra, **(spread or {}))
         if not spread:

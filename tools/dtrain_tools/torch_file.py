@@ -6,7 +6,6 @@ Packed members, names that leave the archive, and tensors larger than their byte
 
 import gzip
 import os
-import pickle
 import tempfile
 import zipfile
 import zlib
@@ -37,7 +36,9 @@ def _load_plain(path, name):
     _refuse_unsafe(path, name)
     try:
         data = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, TypeError, KeyError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # damage makes the reader of pickles stumble in many ways
         refuse(name, f"cannot be loaded (cut short, or not plain tensors): {(str(error) or '?').splitlines()[0]}", error)
     if not isinstance(data, dict):
         refuse(name, f"holds a {type(data).__name__}; expected a dict of tensors")

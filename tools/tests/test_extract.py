@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -413,10 +414,54 @@ class BadInput(Case):
         self.refused([{"input_ids": [1], "loss_mask": [0]}], "no document has a supervised token")
         self.refused([], "no documents")
 
+    def test_what_json_can_say_and_no_text_or_token_is(self):
+        good = {"turns": ["x"]}
+        self.refused([good, '{"input_ids": [' + 20 * "9" + '], "loss_mask": [1]}'], "FILE:2: `input_ids` holds a number")
+        self.refused([good, '{"input_ids": [' + 5000 * "9" + '], "loss_mask": [1]}'], "FILE:2: not JSON that can be read")
+        self.refused(["[" * 100000], "FILE:1: not JSON that can be read")
+        self.refused([{"input_ids": [True], "loss_mask": [1]}], "FILE:1: `input_ids` must be a flat list of integers")
+        self.refused([good, '{"turns": ["a\\ud800b"]}'], "FILE:2: holds half of a character")
+        self.refused([{"turns": ["x"], "system": None}], "FILE:1: `system` must be a string")
+        for content in (None, 5, {"text": "x"}):
+            self.refused([{"messages": [{"role": "user", "content": content}]}], "FILE:1: message 0: `content` must be")
+        path = self.lines([good])
+        with open(path, "ab") as file:
+            file.write(b'{"turns": ["caf\xe9"]}\n')
+        status, printed = self.extract(path, self.out())
+        self.assertEqual(status, 2, printed)
+        self.assertIn(f"{path}:2: not UTF-8 text: invalid continuation byte at byte 16 of the line", printed)
+
+    def test_pairs_of_surrogates_and_parts_are_text(self):
+        parts = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+        path = self.lines(['{"turns": ["\\ud83d\\ude00"]}', {"messages": parts}])
+        status, printed = self.extract(path, self.out())
+        self.assertEqual(status, 0, printed)
+
+    def test_a_model_that_does_not_load(self):
+        spoiled = os.path.join(self.folder, "spoiled")
+        for name, content, text in (("config.json", b"{", "Transformers cannot load its tokenizer"),
+                                    ("tokenizer.json", b"x", "Transformers cannot load its tokenizer"),
+                                    ("model.safetensors", b"x" * 5000, "Transformers cannot load its weights")):
+            shutil.copytree(self.model, spoiled)
+            with open(os.path.join(spoiled, name), "wb") as file:
+                file.write(content)
+            self.refused([{"turns": ["x"]}], f"{spoiled}: {text}", "--model", spoiled)
+            shutil.rmtree(spoiled)
+
+    def test_a_place_that_cannot_be_written(self):
+        status, printed = self.extract(self.lines([{"turns": ["x"]}]), os.path.join(self.model, "config.json", "out"))
+        self.assertEqual(status, 1, printed)
+        self.assertIn("config.json/out: Not a directory", printed)
+        self.assertNotIn("Traceback", printed)
+
     def test_options(self):
         self.refused([{"turns": ["x"]}], "--layer-ids [3, 1]", "--layer-ids", "3,1")
         self.refused([{"turns": ["x"]}], "--samples above 1", "--samples", "2")
         self.refused([{"turns": ["x"]}], "leaves no prompt", "--split-val", "1")
+        for name, value in (("--max-tokens", "0"), ("--limit", "-1"), ("--threads", "0"), ("--temperature", "nan"),
+                            ("--temperature", "-1"), ("--split-val", "nan"), ("--split-val", "-1"), ("--split-val", "1.5"),
+                            ("--split-val", "inf"), ("--shard-bytes", "0"), ("--shard-bytes", "nan"), ("--device", "none")):
+            self.refused([{"turns": ["x"]}], name, name, value)
         status, printed = self.extract(os.path.join(self.folder, "none.jsonl"), self.out())
         self.assertEqual(status, 2)
         self.assertIn("none.jsonl: No such file", printed)

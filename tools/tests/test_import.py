@@ -278,6 +278,21 @@ class Imports(Case):
                 for dataset in a:
                     np.testing.assert_array_equal(a[dataset][:], b[dataset][:], f"{name} {dataset}")
 
+    def test_a_shard_that_was_damaged_since(self):
+        self.dump()
+        self.imported("--shard-bytes", "300000")
+        path = os.path.join(self.out, "train-00001.h5")
+        with open(path, "r+b") as file:
+            file.truncate(1000)
+        status, printed = self.run_import("--shard-bytes", "300000")
+        self.assertEqual(status, command.REFUSED, printed)
+        self.assertIn(f"{path}: is damaged, or holds other documents", printed)
+        with open(os.path.join(self.out, "extraction.json"), "w", encoding="utf-8"):
+            pass
+        status, printed = self.run_import("--shard-bytes", "300000")
+        self.assertEqual(status, command.REFUSED, printed)
+        self.assertIn("extraction.json: not JSON", printed)
+
     def test_other_settings_than_the_folder_s(self):
         self.dump()
         self.imported()
@@ -302,6 +317,16 @@ class Refusals(Case):
         write_tensors(self.state_file("cmpl-1-0"), tensors)
         os.remove(self.state_file("gone"))
         self.refused(f"{lines}:2: has no file of states")
+
+    def test_lines_that_are_no_documents(self):
+        lines = self.dump()
+        for line, text in ((b'{"input_ids": [1], "caf\xe9": 1}', ":7: not UTF-8 text"),
+                           (b'{"input_ids": [99999999999999999999], "loss_mask": [1]}', ":7: `input_ids` holds a number"),
+                           (b'{"turns": ["x"]}', ":7: has no `input_ids`")):
+            self.dump()
+            with open(lines, "ab") as file:
+                file.write(line + b"\n")
+            self.refused(lines + text)
 
     def test_shape(self):
         self.assert_fault(lambda tensors: tensors.update(hidden_states=("BF16", self.texts[1].states[:-1])),
@@ -457,6 +482,15 @@ class Arrow(Case):
                                         "loss_mask": masks}).save_to_disk(data)
             self.refused(expected, data=data)
 
+    def test_columns_that_are_no_lists(self):
+        self.dump(name="hs_{}")
+        for name, ids, text in (("numbers", [1, 2], "expected lists of integers"), ("words", ["x", "y"], "string; expected lists"),
+                                ("nested", [[[1]], [[2]]], "lists of list")):
+            data = os.path.join(self.folder, name)
+            datasets.Dataset.from_dict({"input_ids": ids, "loss_mask": [[1], [1]]}).save_to_disk(data)
+            self.refused("column input_ids: ", data=data)
+            self.refused(text, data=data)
+
     def test_no_mask(self):
         self.dump(name="hs_{}")
         data = os.path.join(self.folder, "data")
@@ -562,10 +596,25 @@ class Specforge(Case):
                 (other("input_ids", torch.full((length,), 260)), "token id 260 is outside"),
                 (other("hidden_state", torch.zeros(1, length - 1, 128)), "hidden_state: shape"),
                 (other("aux_hidden_state", torch.zeros(1, length, 256)), "aux_hidden_state: shape"),
+                (other("input_ids", torch.ones(length, dtype=torch.complex64)), "input_ids: torch.complex64; expected integers"),
+                (other("input_ids", torch.ones(length, dtype=torch.bool)), "input_ids: torch.bool; expected integers"),
+                (other("loss_mask", torch.ones(length, dtype=torch.complex64)), "loss_mask: torch.complex64; expected numbers"),
+                (other("hidden_state", torch.ones(1, length, 128, dtype=torch.float64)), "hidden_state: torch.float64"),
+                (other("position_ids", list(range(length))), "position_ids: not 0, 1, 2"),
                 (other("position_ids", torch.zeros(3, length)), "position_ids: not 0, 1, 2"),
                 (other("position_ids", torch.arange(length - 1)), "position_ids: not 0, 1, 2")):
             self.write(change=change)
             self.refused(f"{self.path(1)}: {text}")
+
+    @needs_dtrain
+    def test_tensors_that_were_trained(self):
+        def parameters(data):
+            for name in ("aux_hidden_state", "hidden_state"):
+                data[name] = torch.nn.Parameter(data[name])
+            data["loss_mask"] = torch.nn.Parameter(data["loss_mask"].float())
+        expected = self.write(change=parameters)
+        self.imported()
+        self.assert_shard("train-00000.h5", expected, last_hidden="post_norm")
 
     def test_truncated_files(self):
         for suffix in (".ckpt", ".ckpt.gz"):

@@ -175,6 +175,7 @@ class Deepspec(DumpCase):
             self.refused(f"{self.states}: sample 1: {text}")
         for manifest, text in (({"version": 1}, "version is 1; 2 is expected"), ({"num_samples": 5}, "num_samples"),
                                ({"num_shards": 3}, "num_shards is 3"), ({"hidden_dtype": "float16"}, "hidden_dtype"),
+                               ({"hidden_dtype": ["bfloat16"]}, "hidden_dtype is ['bfloat16']"),
                                ({"hidden_size": 64}, "hidden_size is 64; 128 is expected"),
                                ({"target_layer_ids": "1"}, "target_layer_ids: expected")):
             self.write(**manifest)
@@ -314,6 +315,12 @@ class Modelopt(DumpCase):
             self.rewrite(change)
             self.refused(text, "--last-hidden", "post_norm")
         self.assertFalse(os.path.exists(os.path.join(self.folder, "outside")))
+
+    def test_pickles_that_are_none(self):
+        for content in (b"0.", b"\x80\x02N.", b"\x80\x02]q\x00h\x07.", b"", b"\x80\x02}q\x00(X\x01\x00\x00\x00aK"):
+            self.write()
+            self.rewrite(lambda name, old, to, content=content: to.writestr(name, content if name.endswith(".pkl") else old))
+            self.refused(self.path(1) + ": ", "--last-hidden", "post_norm")
 
     def test_truncated(self):
         self.write()
