@@ -45,6 +45,11 @@ def check_settings(config, shape):
         "loss.slot_weight exp or dpace": loss["slot_weight"] != "uniform",
         "dpace with ce_teacher alone": loss["slot_weight"] != "dpace" or [t for t in TERM_NAMES if loss[t] > 0] == ["ce_teacher"],
     }  # fmt: skip
+    refuse_missing(wanted)
+
+
+def refuse_missing(wanted):
+    """`wanted`: what has to hold, and whether it does."""
     missing = [name for name, holds in wanted.items() if not holds]
     if missing:
         raise Refused("speculators cannot do this; it needs " + ", ".join(missing))
@@ -53,10 +58,8 @@ def check_settings(config, shape):
 # ---- their model -------------------------------------------------------------------------------------
 
 
-def layer_config(shape, target, intermediate):
-    """Their config of the draft layers."""
-    from transformers import Qwen3Config
-
+def layer_sizes(shape, target, intermediate):
+    """What the config of the draft layers says, whatever their style."""
     text = text_config(target.config)
     rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
     positions = text["max_position_embeddings"]
@@ -65,13 +68,22 @@ def layer_config(shape, target, intermediate):
     if shape.rope_scaling == "yarn":
         rope["original_max_position_embeddings"] = shape.rope_original_positions
         positions = int(shape.rope_original_positions * shape.rope_factor)
+    return {
+        "vocab_size": target.embed.shape[0], "hidden_size": target.embed.shape[1], "intermediate_size": intermediate,
+        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim, "rms_norm_eps": shape.eps, "max_position_embeddings": positions,
+        "rope_parameters": rope, "layer_types": shape.layer_types, "attention_bias": False, "attention_dropout": 0.0,
+        "pad_token_id": None,
+    }  # fmt: skip
+
+
+def layer_config(shape, target, intermediate):
+    """Their config of the draft layers."""
+    from transformers import Qwen3Config
+
     result = Qwen3Config(
-        vocab_size=target.embed.shape[0], hidden_size=target.embed.shape[1], intermediate_size=intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim, rms_norm_eps=shape.eps, max_position_embeddings=positions, rope_parameters=rope,
-        layer_types=shape.layer_types, use_sliding_window=True, sliding_window=shape.sliding_window,
-        attention_bias=False, attention_dropout=0.0, pad_token_id=None,
-    )  # fmt: skip
+        **layer_sizes(shape, target, intermediate), use_sliding_window=True, sliding_window=shape.sliding_window
+    )
     result.sliding_window = shape.sliding_window
     result._attn_implementation = "eager"
     return result
@@ -289,23 +301,24 @@ def compare_trace(report, trace, target_folder):
     compare(report, "trace", ours, theirs)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def main(name, compare_a_trace, compare_all_batches):
+    """The command line of this script and of the one for EAGLE-3."""
+    parser = argparse.ArgumentParser(description="compares with the published speculators package")
     parser.add_argument("trace", nargs="?", help="a trace; default: made-up batches")
     parser.add_argument("--target", help="target directory of the trace")
     parser.add_argument("--tol", type=float, default=1e-4, help="largest relative error (default 1e-4)")
     arguments = parser.parse_args()
     report = Report(arguments.tol)
-    if arguments.trace:
-        compare_trace(report, Trace(arguments.trace), arguments.target)
-    else:
-        compare_batches(report)
+    try:
+        if arguments.trace:
+            compare_a_trace(report, Trace(arguments.trace), arguments.target)
+        else:
+            compare_all_batches(report)
+    except Refused as refusal:
+        print(f"{name}: {refusal}", file=sys.stderr)
+        return 2
     return 1 if report.print(True) else 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except Refused as refusal:
-        print(f"against_speculators: {refusal}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(main("against_speculators", compare_trace, compare_batches))

@@ -15,19 +15,18 @@ ttt_step stands for, which differ after ttt_step 0). Bridged here, because no se
 Softmax and norms run in fp32 on their side: agreement is at fp32's level.
 """
 
-import argparse
 import copy
 import sys
 
 import numpy as np
 import torch
 
-from against_speculators import REDUCTION_EPS, TERM_NAMES, compare
+from against_speculators import REDUCTION_EPS, TERM_NAMES, compare, layer_sizes, main, refuse_missing
 from eagle3_step import Eagle3Step
 from golden_cases import BASE_EAGLE3
 from make_golden import let_teacher_agree, make_row, parameters, target_config, target_tensors
-from recompute_step import Report, load
-from trace_file import Refused, Trace, make_shape, make_target, text_config
+from recompute_step import load
+from trace_file import make_shape, make_target
 
 
 def check_settings(config, shape):
@@ -43,9 +42,7 @@ def check_settings(config, shape):
         "full layers or one ttt_step": not sliding or shape.ttt_steps == 1,
         "not both norm_before_fc and fc_norm": not (shape.norm_before_fc and shape.fc_norm),
     }
-    missing = [name for name, holds in wanted.items() if not holds]
-    if missing:
-        raise Refused("speculators cannot do this; it needs " + ", ".join(missing))
+    refuse_missing(wanted)
 
 
 # ---- their model -------------------------------------------------------------------------------------
@@ -55,24 +52,11 @@ def layer_config(shape, target, intermediate):
     """Their config of the draft layers."""
     from transformers import LlamaConfig, Qwen3Config
 
-    text = text_config(target.config)
-    rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
-    positions = text["max_position_embeddings"]
-    if shape.rope_scaling != "none":
-        rope |= {"rope_type": shape.rope_scaling, "factor": shape.rope_factor}
-    if shape.rope_scaling == "yarn":
-        rope["original_max_position_embeddings"] = shape.rope_original_positions
-        positions = int(shape.rope_original_positions * shape.rope_factor)
-    sizes = {
-        "vocab_size": target.embed.shape[0], "hidden_size": target.embed.shape[1], "intermediate_size": intermediate,
-        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim, "rms_norm_eps": shape.eps, "max_position_embeddings": positions,
-        "rope_parameters": rope, "attention_bias": False, "attention_dropout": 0.0, "pad_token_id": None,
-    }  # fmt: skip
+    sizes = layer_sizes(shape, target, intermediate)
     if shape.head_norms:
-        result = Qwen3Config(**sizes, layer_types=shape.layer_types, use_sliding_window=True)
+        result = Qwen3Config(**sizes, use_sliding_window=True)
     else:
-        result = LlamaConfig(**sizes, layer_types=shape.layer_types)
+        result = LlamaConfig(**sizes)
     result.sliding_window = shape.sliding_window
     result._attn_implementation = "eager"
     return result
@@ -254,23 +238,5 @@ def compare_trace(report, trace, target_folder):
     compare(report, "trace", ours, theirs)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("trace", nargs="?", help="a trace; default: made-up batches")
-    parser.add_argument("--target", help="target directory of the trace")
-    parser.add_argument("--tol", type=float, default=1e-4, help="largest relative error (default 1e-4)")
-    arguments = parser.parse_args()
-    report = Report(arguments.tol)
-    if arguments.trace:
-        compare_trace(report, Trace(arguments.trace), arguments.target)
-    else:
-        compare_batches(report)
-    return 1 if report.print(True) else 0
-
-
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except Refused as refusal:
-        print(f"against_speculators_eagle3: {refusal}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(main("against_speculators_eagle3", compare_trace, compare_batches))
