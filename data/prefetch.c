@@ -8,11 +8,12 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "base/log.h"
 #include "base/memory.h"
 #include "base/timer.h"
+
+static const double usual_patience = 600.0; // seconds without progress
 
 enum place_state { PLACE_FREE, PLACE_READING, PLACE_READY, PLACE_BORROWED };
 
@@ -288,7 +289,7 @@ int prefetch_open(struct prefetch **prefetch, struct source *source,
     p->source = source;
     p->options = *options;
     if (!(p->options.stall_seconds > 0.0))
-        p->options.stall_seconds = 600.0;
+        p->options.stall_seconds = usual_patience;
     p->epoch_packing = epoch_packing;
     p->context = context;
     p->epoch = first_epoch;
@@ -310,26 +311,12 @@ int prefetch_open(struct prefetch **prefetch, struct source *source,
     return 0;
 }
 
-static struct timespec seconds_from_now(double seconds)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    double whole = (double)(int64_t)seconds;
-    t.tv_sec += (time_t)whole;
-    t.tv_nsec += (long)((seconds - whole) * 1e9);
-    if (t.tv_nsec >= 1000000000) {
-        t.tv_sec++;
-        t.tv_nsec -= 1000000000;
-    }
-    return t;
-}
-
 // False: some reader did not come back in time.
 static bool await_readers(struct prefetch *prefetch)
 {
     const struct prefetch_options *options = &prefetch->options;
     double patience = options->stop_seconds > 0.0 ? options->stop_seconds : options->stall_seconds;
-    struct timespec limit = seconds_from_now(fmin(patience, 600.0));
+    struct timespec limit = timer_after(fmin(patience, usual_patience));
     pthread_mutex_lock(&prefetch->lock);
     prefetch->stopping = true;
     pthread_cond_broadcast(&prefetch->changed);
@@ -338,7 +325,7 @@ static bool await_readers(struct prefetch *prefetch)
     int code = 0;
     // After a stall nobody waits another full period for the same reader, nor after a stop.
     if (prefetch->stall.text[0] != '\0' || prefetch->given_up)
-        limit = seconds_from_now(fmin(patience, 1.0));
+        limit = timer_after(fmin(patience, 1.0));
     while (prefetch->readers_running > 0 && code != ETIMEDOUT)
         code = pthread_cond_timedwait(&prefetch->changed, &prefetch->lock, &limit);
     bool ended = prefetch->readers_running == 0;
@@ -441,7 +428,7 @@ static struct place *wait_for_row(struct prefetch *prefetch)
     double stalls = timer_now() + prefetch->options.stall_seconds;
     while ((place = place_of_turn(prefetch, prefetch->wanted)) == NULL && !wait_is_over(prefetch)) {
         double left = stalls - timer_now();
-        struct timespec limit = seconds_from_now(left < look ? fmax(left, 0.0) : look);
+        struct timespec limit = timer_after(left < look ? fmax(left, 0.0) : look);
         pthread_cond_timedwait(&prefetch->changed, &prefetch->lock, &limit);
         if (prefetch->progress != seen) {
             seen = prefetch->progress;

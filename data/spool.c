@@ -6,7 +6,6 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "base/log.h"
@@ -15,8 +14,8 @@
 #include "base/timer.h"
 #include "data/spool_folder.h"
 
-// Nanoseconds between looks into the folder: other machines' files are not announced.
-enum { LOOK_NS = 50 * 1000 * 1000 };
+// Seconds between looks into the folder: other machines' files are not announced.
+static const double look_seconds = 0.05;
 
 struct open_shard {
     int64_t first, last; // serial numbers
@@ -158,13 +157,7 @@ static int look_for(struct spool *spool, int64_t serial, struct error *err)
 
 static void wait_shortly(struct spool *spool)
 {
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_nsec += LOOK_NS;
-    if (until.tv_nsec >= 1000000000) {
-        until.tv_sec++;
-        until.tv_nsec -= 1000000000;
-    }
+    struct timespec until = timer_after(look_seconds);
     pthread_cond_timedwait(&spool->changed, &spool->lock, &until);
 }
 

@@ -19,6 +19,7 @@
 #include "base/log.h"
 #include "base/memory.h"
 #include "base/rng.h"
+#include "base/timer.h"
 
 static void *take_two(struct arena *arena, int64_t rows)
 {
@@ -406,6 +407,19 @@ static void byte_sizes_are_read_and_written(void **state)
     assert_string_equal(byte_size_text(96.0 * 0x1p30, text), "96.00 GiB");
 }
 
+static void waits_end_at_their_moment(void **state)
+{
+    (void)state;
+    static const double waits[] = {0.0, 0.25, 0.999999999, 1.0, 2.75, 86400.5};
+    for (size_t i = 0; i < sizeof(waits) / sizeof(waits[0]); i++) {
+        double before = timer_now();
+        struct timespec at = timer_after(waits[i]);
+        double after = timer_now(), moment = (double)at.tv_sec + 1e-9 * (double)at.tv_nsec;
+        assert_true(at.tv_nsec >= 0 && at.tv_nsec < 1000000000);
+        assert_true(moment >= before + waits[i] - 1e-6 && moment <= after + waits[i] + 1e-6);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -425,6 +439,7 @@ int main(void)
         cmocka_unit_test(errors_say_what_was_put_in),
         cmocka_unit_test(nearest_word),
         cmocka_unit_test(byte_sizes_are_read_and_written),
+        cmocka_unit_test(waits_end_at_their_moment),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -2,7 +2,6 @@
 #include "trainer/checkpoint.h"
 
 #include <errno.h>
-#include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <time.h>
@@ -200,23 +199,9 @@ int checkpoint_writer_open(struct checkpoint_writer **writer, const char *direct
     return error_set(err, "checkpoints: can not start the thread that writes them");
 }
 
-static struct timespec seconds_from_now(double seconds)
-{
-    struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    double whole = floor(seconds);
-    until.tv_sec += (time_t)whole;
-    until.tv_nsec += (long)((seconds - whole) * 1e9);
-    if (until.tv_nsec >= 1000000000) {
-        until.tv_sec++;
-        until.tv_nsec -= 1000000000;
-    }
-    return until;
-}
-
 enum checkpoint_phase checkpoint_writer_phase(struct checkpoint_writer *writer, double seconds)
 {
-    struct timespec until = seconds_from_now(seconds);
+    struct timespec until = timer_after(seconds);
     int status = 0;
     pthread_mutex_lock(&writer->lock);
     while (is_at_work(writer->phase) && status == 0)

@@ -1,3 +1,4 @@
+// Metrics and reports of made-up steps.
 #include "tests/support/report_fixture.h"
 
 #include <setjmp.h>
