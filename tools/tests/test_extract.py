@@ -289,7 +289,7 @@ class WholeRuns(Case):
         for wanted in ("answers.jsonl", "train-00001.h5"):
             command = [sys.executable, os.path.join(TOOLS, "extract.py"), *self.command(path, out, *small)[1:]]
             with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-                deadline = time.time() + 120
+                deadline = time.time() + 400
                 wanted_path = os.path.join(out, wanted)
                 while time.time() < deadline and process.poll() is None and not (
                         os.path.exists(wanted_path) and os.path.getsize(wanted_path)):

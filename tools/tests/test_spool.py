@@ -329,7 +329,7 @@ class Live(unittest.TestCase):
             process.wait()
         extractor = self.start(self.feeder(), "feeder")
         self.must(self.spooled(), "spooled-run")
-        self.assertEqual(extractor.wait(timeout=60), 0, self.said("feeder"))
+        self.assertEqual(extractor.wait(timeout=200), 0, self.said("feeder"))
         self.assertEqual(self.weights("spooled"), self.weights("plain-run"))
         self.assertEqual([n for n in os.listdir(self.path("spool")) if n.startswith("features")], [])
         self.assertIn("tokens/s with waits, ETA ", self.said("feeder"))
