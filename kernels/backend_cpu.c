@@ -9,6 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/host_memory.h"
 #include "base/log.h"
 #include "base/timer.h"
 #include "kernels/cpu_internal.h"
@@ -122,25 +123,11 @@ static double cpu_time_between(struct stream *stream, int from, int to)
     return stream->times[to] - stream->times[from];
 }
 
-// What can be had without swapping: pages of the file cache are, although they are not free. 0: the
-// system does not say.
-static size_t available_memory(void)
-{
-    char line[256];
-    unsigned long long kib = 0;
-    FILE *file = fopen("/proc/meminfo", "re");
-    while (file != NULL && kib == 0 && fgets(line, sizeof(line), file) != NULL)
-        sscanf(line, "MemAvailable: %llu kB", &kib);
-    if (file != NULL)
-        fclose(file);
-    return (size_t)kib * 1024;
-}
-
 static void cpu_memory(size_t *free_bytes, size_t *total_bytes)
 {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), available = available_memory();
-    *free_bytes = available > 0 ? available : (size_t)sysconf(_SC_AVPHYS_PAGES) * page;
-    *total_bytes = (size_t)sysconf(_SC_PHYS_PAGES) * page;
+    struct host_memory memory = host_memory_read();
+    *free_bytes = memory.available;
+    *total_bytes = memory.total;
 }
 
 // CPU profilers name functions by themselves.

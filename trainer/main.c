@@ -1,10 +1,12 @@
 // The program: reads the command line, runs the command.
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
 #include <unistd.h>
 
+#include "base/host_memory.h"
 #include "base/log.h"
 #include "base/memory.h"
 #include "trainer/command_line.h"
@@ -21,6 +23,16 @@ static char *join_command(int argc, char **argv)
     for (int i = 0; i < argc; i++)
         end = stpcpy(stpcpy(end, argv[i]), i + 1 < argc ? " " : "");
     return text;
+}
+
+// Libraries wait for ever for memory that they can not map, also when they end.
+static void check_address_space(void)
+{
+    if (host_memory_address_space(1) > 0)
+        return;
+    log_error("ulimit -v leaves no address space beside libraries; raise it, or ask the batch "
+              "system for more virtual memory");
+    _exit(EXIT_REFUSED);
 }
 
 static int run(struct command_line *line)
@@ -52,8 +64,12 @@ static void wait_without_spinning(char **argv)
 
 int main(int argc, char **argv)
 {
+    check_address_space();
     wait_without_spinning(argv);
-    prctl(PR_SET_NAME, "dtrain"); // "exe" since then, as which nobody finds it among processes
+    // "exe" since then, as which nobody finds it among processes.
+    prctl(PR_SET_NAME, "dtrain");
+    // A file that `ulimit -f` does not allow is an error of its write.
+    signal(SIGXFSZ, SIG_IGN);
     struct command_line line;
     struct error err = {""};
     if (argc < 2) {

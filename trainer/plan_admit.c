@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/byte_size.h"
+#include "base/host_memory.h"
 #include "base/log.h"
 #include "kernels/cuda_sizes.h"
 #include "trainer/plan_fit.h"
@@ -30,6 +31,11 @@ size_t plan_begun_bytes(int64_t ranks, size_t joined_bytes)
     return CUDA_CONTEXT_BEGUN_BYTES + (joined_bytes < nccl ? joined_bytes : nccl);
 }
 
+static size_t least(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
 // What a run may take in all. On a GPU most of the context that the plan counts is there already, and what NCCL takes.
 static size_t free_memory(const struct session *session)
 {
@@ -39,7 +45,8 @@ static size_t free_memory(const struct session *session)
     used = total - left;
     begun = plan_begun_bytes(session_ranks(session), session->joined_bytes);
     if (strcmp(session->backend->name, "cpu") == 0)
-        left /= machine_ranks(session);
+        left = least(left / machine_ranks(session),
+                     host_memory_address_space((int)session->execution.threads));
     else
         left += used < begun ? used : begun;
     return least_of_ranks(session, limit > 0 && limit < left ? (size_t)limit : left);
@@ -203,6 +210,19 @@ static int add_offers(struct refusal *r, struct error *err)
                                            cpu ? " --set run.device=cpu" : "");
 }
 
+static const char *limited_by(const struct plan_subject *subject, const struct config *config,
+                              const struct plan *plan)
+{
+    if (config_memory_limit(config) == subject->limit)
+        return "allowed by memory.limit";
+    if (strcmp(plan->execution.device, "cpu") != 0)
+        return "free";
+    if (host_memory_address_space((int)plan->execution.threads) <= subject->limit)
+        return "left by ulimit -v";
+    return host_memory_read().in_group ? "left by the control group of this container or job"
+                                       : "free";
+}
+
 static int refuse(const struct plan_subject *subject, const struct config *config,
                   const struct plan *plan, enum plan_admission how, struct error *err)
 {
@@ -212,8 +232,7 @@ static int refuse(const struct plan_subject *subject, const struct config *confi
     plan_summary(plan, subject->ranks, parts, sizeof(parts));
     error_set(err, "this run needs %s of %s memory, %s are %s",
               byte_size_text((double)plan->needed, need), cpu ? "this machine's" : "GPU",
-              byte_size_text((double)subject->limit, have),
-              config_memory_limit(config) == subject->limit ? "allowed by memory.limit" : "free");
+              byte_size_text((double)subject->limit, have), limited_by(subject, config, plan));
     error_add(err, "  %s", parts);
     error_add(err, "  with group_rows %lld, chunk_rows %lld, recompute %s, logits %s%s",
               (long long)plan->execution.group_rows, (long long)plan->execution.chunk_rows,
@@ -239,9 +258,10 @@ static int check_host(const struct session *session, const struct plan *plan, st
         at +=
             (size_t)snprintf(parts + at, sizeof(parts) - at, "%s%s %s", i > 0 ? ", " : "",
                              plan->host[i].name, byte_size_text((double)plan->host[i].bytes, text));
-    error_set(err, "this run needs %s of host memory%s, %s are available",
+    error_set(err, "this run needs %s of host memory%s, %s are available%s",
               byte_size_text((double)needed, need), machine_ranks(session) > 1 ? " a rank" : "",
-              byte_size_text((double)available, have));
+              byte_size_text((double)available, have),
+              host_memory_read().in_group ? " in the control group of this container or job" : "");
     return error_add(err,
                      "  %s\nfewer data.prefetch_rows, a smaller data.seq_len or fewer "
                      "drafter.layers need less",

@@ -3,7 +3,9 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
+#include "base/host_memory.h"
 #include "base/log.h"
 #include "base/rng.h"
 #include "trainer/run_spool.h"
@@ -14,6 +16,19 @@ static void drop_texts(struct config_texts *texts)
         free(texts->items[i]);
     free(texts->items);
     *texts = (struct config_texts){.items = NULL};
+}
+
+// OpenBLAS asks again and again for a thread's buffer that `ulimit -v` does not leave it.
+static int check_address_space(const struct config *config, struct error *err)
+{
+    long threads =
+        config->parallel.threads > 0 ? config->parallel.threads : sysconf(_SC_NPROCESSORS_ONLN);
+    if (host_memory_address_space((int)threads) > 0)
+        return 0;
+    return error_set(err,
+                     "ulimit -v leaves no address space for tensors beside libraries and %ld "
+                     "threads; raise it, or ask the batch system for more virtual memory",
+                     threads);
 }
 
 int session_config(struct config *config, const char *file, const char *const *sets,
@@ -33,7 +48,7 @@ int session_config(struct config *config, const char *file, const char *const *s
     }
     if ((needs & SESSION_VAL) == 0)
         drop_texts(&config->data.val);
-    if (config_check_files(config, err) != 0)
+    if (config_check_files(config, err) != 0 || check_address_space(config, err) != 0)
         return -1;
     return config_expand_files(config, err);
 }
