@@ -12,8 +12,6 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 
 from dtrain_tools import probe  # noqa: E402
 
-PORT = "29511"
-
 
 def speculative(export):
     """-> --speculative-config, the number of drafts that vLLM itself finds in the export or None."""
@@ -55,7 +53,8 @@ def build(config):
     import torch
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.model_executor.model_loader.utils import get_model_architecture
-    init_distributed_environment(1, 0, f"tcp://127.0.0.1:{PORT}", 0, backend="gloo")
+    meeting = os.path.join(os.path.dirname(os.path.abspath(sys.argv[2])), "meeting")  # a port could be another probe's
+    init_distributed_environment(1, 0, f"file://{meeting}", 0, backend="gloo")
     ensure_model_parallel_initialized(1, 1)
     kind, _ = get_model_architecture(config.speculative_config.draft_model_config)
     torch.set_default_dtype(torch.bfloat16)
