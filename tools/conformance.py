@@ -17,7 +17,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from dtrain_tools import conform, trained  # noqa: E402
-from dtrain_tools.command import REFUSED, RUN_FAILED  # noqa: E402
+from dtrain_tools.command import REFUSED, RUN_FAILED, Help  # noqa: E402
 from dtrain_tools.documents import InputError, load_json  # noqa: E402
 from dtrain_tools.export_config import kind_of, layout_of  # noqa: E402
 
@@ -25,14 +25,15 @@ SKIPPED = 77
 
 
 def build_parser():
-    parser = argparse.ArgumentParser(description="what vLLM and SGLang would run of an export")
+    parser = argparse.ArgumentParser(description="what vLLM and SGLang would run of an export",
+                                     formatter_class=Help)
     add = parser.add_argument
     add("exports", nargs="+", metavar="EXPORT", help="folder that dtrain export wrote")
     add("--target", required=True, metavar="DIR", help="the target: model directory or target directory")
     add("--checkpoint", metavar="DIR", help="the checkpoint that was exported; without it the export is taken at its word")
     add("--vllm", metavar="WHERE", help="Python program with vLLM, or package folders joined by ':'")
     add("--sglang", metavar="WHERE", help="the same of SGLang")
-    add("--servers", default="vllm,sglang", help="which to ask (default: %(default)s)")
+    add("--servers", default="vllm,sglang", metavar="NAMES", help="which to ask")
     return parser
 
 

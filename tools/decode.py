@@ -20,33 +20,34 @@ import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-from dtrain_tools.command import REFUSED, RUN_FAILED  # noqa: E402
+from dtrain_tools.command import REFUSED, RUN_FAILED, Help  # noqa: E402
 from dtrain_tools.documents import InputError, Template, read_sources  # noqa: E402
 
 
 def build_parser():
     parser = argparse.ArgumentParser(description="speculative decoding with an exported drafter",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+                                     formatter_class=Help)
     add = parser.add_argument
-    add("prompts", nargs="*", help="JSONL files of prompts")
-    add("--model", help="the target: a Hugging Face model directory")
+    add("prompts", nargs="*", metavar="FILE", help="JSONL files of prompts")
+    add("--model", metavar="DIR", help="the target: a Hugging Face model directory")
     add("--gguf", metavar="FILE", help="GGUF file instead of --model")
-    add("--drafter", required=True, help="what `dtrain export` wrote")
+    add("--drafter", required=True, metavar="DIR", help="what `dtrain export` wrote")
     add("--shard", nargs="+", metavar="FILE", help="take prompts and expected text from these shards' documents")
-    add("--limit", type=int, help="only the first N prompts or documents")
-    add("--max-new-tokens", type=int, default=256, help="longest answer (with --shard: the document's)")
-    add("--temperature", type=float, default=0.0, help="0: greedy; above: speculative sampling")
-    add("--seed", type=int, default=1, help="of sampling; every text has its own stream")
-    add("--drafts", type=int, metavar="N", help="make N drafts a block, as servers do when told so (default: block_size - 1; EAGLE-3: what the export says)")
+    add("--limit", type=int, metavar="N", help="only the first N prompts or documents")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer (with --shard: the document's)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0: greedy; above: speculative sampling")
+    add("--seed", type=int, default=1, metavar="N", help="of sampling; every text has its own stream")
+    add("--drafts", type=int, metavar="N", help="make N drafts a block, as servers do when told so (default: "
+        "block_size - 1; EAGLE-3: what the export says)")
     add("--plain", action="store_true", help="with --shard: decode without the drafter too, to compare the speed")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float32"],
         help="of target and drafter; auto: fp32 on a CPU, the target's own on a GPU")
-    add("--device", default="auto")
-    add("--threads", type=int)
+    add("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ...")
+    add("--threads", type=int, metavar="N", help="CPU threads of torch")
     add("--bf16-features", action="store_true",
         help="round the target's states to bf16 before the drafter sees them, as shards hold them")
     add("--thinking", choices=["on", "off"], help="enable_thinking of the chat template")
-    add("--epsilon", type=float, default=1e-3, help="a difference is a tie when the two largest logits are this close")
+    add("--epsilon", type=float, default=1e-3, metavar="X", help="a difference is a tie when the two largest logits are this close")
     add("--blocks-out", metavar="FILE", help="write every block as a JSON line")
     return parser
 

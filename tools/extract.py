@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Runs a target model over documents and writes feature shards for dtrain.
 
-    extract.py --model DIR --out FOLDER prompts.jsonl ...
-    extract.py --gguf FILE.gguf --out FOLDER prompts.jsonl ...
+    extract.py --model DIR --out OUT prompts.jsonl ...
+    extract.py --gguf FILE.gguf --out OUT prompts.jsonl ...
 
 Input lines (JSONL): {"messages": [...]} ending with the assistant (a conversation), or with the user
 (a prompt, which the target answers); {"turns": [...]} (user messages, answered one after the other);
@@ -10,8 +10,8 @@ Input lines (JSONL): {"messages": [...]} ending with the assistant (a conversati
 Start the same command again to go on after a kill, or several times at once, on several GPUs or machines that share
 the folder: each takes other pieces of the work. See tools/README.md.
 
-    extract.py --model DIR --out FOLDER --manifest-only prompts.jsonl ...
-    extract.py --model DIR --spool FOLDER --config train.yaml
+    extract.py --model DIR --out OUT --manifest-only prompts.jsonl ...
+    extract.py --model DIR --spool SPOOL --config train.yaml
 
 The first writes the documents without their features, the second feeds these to a run of dtrain while it trains.
 """
@@ -23,9 +23,9 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-from dtrain_tools.command import check_cutting, exit_status, layer_list, say  # noqa: E402
+from dtrain_tools.command import Help, check_cutting, exit_status, layer_list, say  # noqa: E402
 from dtrain_tools.documents import InputError, Template, keep_usable, read_sources, validation_keys  # noqa: E402
-from dtrain_tools.memory import parse_limits  # noqa: E402
+from dtrain_tools.memory import byte_size, parse_limits  # noqa: E402
 from dtrain_tools.target_directory import default_layer_ids  # noqa: E402
 
 ANSWER_TOKENS = {"cpu": 65536, "cuda": 1048576}
@@ -35,55 +35,56 @@ TEMPLATE_TOKENS = 64    # that a chat template adds to a turn, at most
 
 def build_parser():
     parser = argparse.ArgumentParser(description="extract hidden states of a target model into feature shards",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+                                     formatter_class=Help)
     add = parser.add_argument
-    add("input", nargs="*", help="JSONL files")
-    add("--out", help="folder for shards, target directory and manifest")
-    add("--model", help="Hugging Face model directory")
+    add("input", nargs="*", metavar="FILE", help="JSONL files")
+    add("--out", metavar="DIR", help="folder for shards, target directory and manifest")
+    add("--model", metavar="DIR", help="Hugging Face model directory")
     add("--gguf", metavar="FILE", help="GGUF file instead of --model (dequantised when loaded)")
-    add("--name", help="target_model written in the shards; default: the folder's or file's name")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    add("--name", metavar="NAME", help="target_model written in the shards; default: the folder's or file's name")
+    add("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1, ...")
     add("--dtype", default="auto", choices=["auto", "bfloat16", "float32"],
         help="auto: fp32 on a CPU, the model's own on a GPU")
     add("--device-map", metavar="HOW", help="spread the model over all GPUs, the rest over CPU and --offload: auto, "
         "balanced, sequential (needs accelerate); instead of --device")
     add("--max-memory", metavar="DEVICE=SIZE,...", help="of --device-map, for example 0=70GiB,1=70GiB,cpu=200GiB; "
         "default: what is free")
-    add("--offload", metavar="FOLDER", help="of --device-map: for weights that fit nowhere else")
-    add("--threads", type=int, help="CPU threads of torch")
-    add("--layers", type=int, default=5, help="how many layers, evenly spaced by the usual formula")
+    add("--offload", metavar="DIR", help="of --device-map: for weights that fit nowhere else")
+    add("--threads", type=int, metavar="N", help="CPU threads of torch")
+    add("--layers", type=int, default=5, metavar="N", help="how many layers, evenly spaced by the usual formula")
     add("--planes", default="bfloat16", choices=["bfloat16", "float8"],
         help="of the layers in shards; float8: e4m3 codes with a scale for each token and layer, 58 %% of the bytes with 5 "
              "layers; the last hidden state stays bfloat16")
     add("--layer-ids", type=layer_list, metavar="I,J,...",
         help="decoder layers whose outputs are kept, 0-based, ascending; instead of --layers")
-    add("--limit", type=int, help="only the first N input lines")
+    add("--limit", type=int, metavar="N", help="only the first N input lines")
     add("--split-val", type=float, default=0, metavar="X",
         help="prompts held out for val-*.h5: a share below 1, or a number")
-    add("--max-tokens", type=int, help="longest document; longer ones are cut; default: the model's positions")
-    add("--max-new-tokens", type=int, default=1024, help="longest answer")
-    add("--temperature", type=float, default=0.0, help="of answers; 0 is greedy")
-    add("--samples", type=int, default=1, help="answers to each prompt")
+    add("--max-tokens", type=int, metavar="N", help="longest document; longer ones are cut; default: the model's positions")
+    add("--max-new-tokens", type=int, default=1024, metavar="N", help="longest answer")
+    add("--temperature", type=float, default=0.0, metavar="T", help="of answers; 0 is greedy")
+    add("--samples", type=int, default=1, metavar="N", help="answers to each prompt")
     add("--turns", default="all", choices=["all", "first"], help="which user messages of a prompt are answered")
     add("--thinking", choices=["on", "off"], help="enable_thinking of the chat template; default: not passed")
     add("--supervise", default="all", choices=["all", "last"], help="which answers of a conversation are supervised")
     add("--chat-template", metavar="FILE", help="Jinja template instead of the tokenizer's")
-    add("--seed", type=int, default=0, help="of sampling and of the split")
-    add("--batch-tokens", type=int, default=16384,
+    add("--seed", type=int, default=0, metavar="N", help="of sampling and of the split")
+    add("--batch-tokens", type=int, default=16384, metavar="N",
         help="padded tokens in a batch whose states are captured; halved when memory runs out")
-    add("--answer-tokens", type=int, help="tokens of prompts and answers that are generated together; halved when "
-        "memory runs out; default: 65536 on a CPU, 1048576 on a GPU")
-    add("--claim-prompts", type=int, default=4096, help="prompts that one of several workers answers at a time")
-    add("--teacher-rows", type=int, default=1024, help="tokens whose logits exist at the same time")
-    add("--shard-bytes", type=float, default=2 * 2**30, help="about the size of a shard")
+    add("--answer-tokens", type=int, metavar="N",
+        help="tokens of prompts and answers that are generated together; halved when memory runs out; default: 65536 on a "
+             "CPU, 1048576 on a GPU")
+    add("--claim-prompts", type=int, default=4096, metavar="N", help="prompts that one of several workers answers at a time")
+    add("--teacher-rows", type=int, default=1024, metavar="N", help="tokens whose logits exist at the same time")
+    add("--shard-bytes", type=byte_size, default="2GiB", metavar="BYTES", help="about the size of a shard")
     add("--manifest-only", action="store_true",
         help="write manifest.h5 instead of the training shards; validation shards are written")
-    add("--spool", metavar="FOLDER", help="feed the run of --config through this folder; takes no input files")
+    add("--spool", metavar="DIR", help="feed the run of --config through this folder; takes no input files")
     add("--config", metavar="FILE", help="the run's config, for --spool")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="as for dtrain, with --config")
-    add("--dtrain", default="dtrain", help="the program, which says the order of documents")
-    add("--spool-wait", type=float, default=3600,
-        help="seconds without progress of the run after which --spool ends; 0: never")
+    add("--dtrain", default="dtrain", metavar="FILE", help="the program, which says the order of documents")
+    add("--spool-wait", type=float, default=3600, metavar="SECONDS",
+        help="without progress of the run after which --spool ends; 0: never")
     return parser
 
 

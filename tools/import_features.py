@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Turns hidden states that other engines wrote into feature shards for dtrain.
 
-    import_features.py --data FOLDER --layer-ids 2,18,33 --numbering vllm --target DIR --model DIR --out FOLDER
-    import_features.py --documents FILE.jsonl --states FOLDER ...
-    import_features.py --format specforge|deepspec|modelopt --data FOLDER ...
+    import_features.py --data DIR --layer-ids 2,18,33 --numbering vllm --target DIR --model DIR --out OUT
+    import_features.py --documents FILE.jsonl --states DIR ...
+    import_features.py --format specforge|deepspec|modelopt --data DIR ...
 
 Reads what speculators, vLLM's hidden-state extraction, SpecForge, DeepSpec and Model-Optimizer write. Start the same
 command again to go on after a kill. See tools/README.md.
@@ -17,7 +17,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from dtrain_tools import speculators_dump as dump  # noqa: E402
-from dtrain_tools.command import check_cutting, exit_status, layer_list, say  # noqa: E402
+from dtrain_tools.command import Help, check_cutting, exit_status, layer_list, say  # noqa: E402
 from dtrain_tools.deepspec_dump import DeepspecDump  # noqa: E402
 from dtrain_tools.documents import InputError  # noqa: E402
 from dtrain_tools.extraction import settle_folder  # noqa: E402
@@ -25,6 +25,7 @@ from dtrain_tools.float8 import quantise_bits  # noqa: E402
 from dtrain_tools.import_check import PROBE_TOKENS, check_layers, check_norm, target_states  # noqa: E402
 from dtrain_tools.importing import Import, plan_shards  # noqa: E402
 from dtrain_tools.mask_check import MaskCheck, end_tokens  # noqa: E402
+from dtrain_tools.memory import byte_size  # noqa: E402
 from dtrain_tools.modelopt_dump import ModeloptDump, masks_by_tokens  # noqa: E402
 from dtrain_tools.shards import Float8, token_bytes  # noqa: E402
 from dtrain_tools.specforge_dump import SpecforgeDump  # noqa: E402
@@ -36,16 +37,17 @@ PROBES = 3  # documents that norm and layers are looked at in, before anything i
 
 
 def build_parser():
-    parser = argparse.ArgumentParser(description="turn states of other engines into feature shards")
+    parser = argparse.ArgumentParser(description="turn states of other engines into feature shards",
+                                     formatter_class=Help)
     add = parser.add_argument
     add("--format", default="speculators", choices=sorted(LAST_HIDDEN),
-        help="of the dump; speculators (the default) also for vLLM's own; modelopt is Model-Optimizer")
-    add("--data", metavar="FOLDER", help="speculators: Arrow data set with input_ids and loss_mask (prepare-data); "
+        help="of the dump; speculators also for vLLM's own; modelopt is Model-Optimizer")
+    add("--data", metavar="DIR", help="speculators: Arrow data set with input_ids and loss_mask (prepare-data); "
                                          "specforge: folder with rows_*/data_*.ckpt or .ckpt.gz; deepspec: folder with "
                                          "manifest.json; modelopt: folder of .pt")
     add("--documents", metavar="FILE", help='instead of --data: JSON lines {"input_ids", "loss_mask"}; states are '
                                             "found by their token_ids. With modelopt: masks that the files lack")
-    add("--states", metavar="FOLDER", help="files of states; default: DATA/hidden_states")
+    add("--states", metavar="DIR", help="files of states; default: DATA/hidden_states")
     add("--layer-ids", type=layer_list, metavar="I,J,...",
         help="layers of the planes, as they were given to the engine, without the last hidden state; deepspec's files "
              "say it")
@@ -60,16 +62,16 @@ def build_parser():
     add("--model", metavar="DIR", help="Hugging Face model: it is run on a few documents, to verify the layers")
     add("--unverified", action="append", default=[], choices=["layers", "masks"],
         help="layers: take --layer-ids on trust, where the model cannot be run here; masks: import masks that look shifted")
-    add("--out", required=True, metavar="FOLDER", help="folder for shards")
-    add("--name", help="target_model written in the shards; default: the folder's name of --model or --target")
-    add("--missing", default="fail", choices=["fail", "skip"], help="documents without a file of states; default: fail")
+    add("--out", required=True, metavar="DIR", help="folder for shards")
+    add("--name", metavar="NAME", help="target_model written in the shards; default: the folder's name of --model or --target")
+    add("--missing", default="fail", choices=["fail", "skip"], help="documents without a file of states")
     add("--split-val", type=float, default=0, metavar="X",
         help="texts held out for val-*.h5: a share below 1, or a number")
-    add("--seed", type=int, default=0, help="of the split")
+    add("--seed", type=int, default=0, metavar="N", help="of the split")
     add("--planes", default="bfloat16", choices=["bfloat16", "float8"],
         help="of the shards; float8: e4m3 codes with a scale for each token and layer, 58 %% of the bytes")
-    add("--shard-bytes", type=float, default=2 * 2**30, help="about the size of a shard; default: 2 GiB")
-    add("--device", default="auto", help="of --model: auto, cpu, cuda, cuda:1, ...")
+    add("--shard-bytes", type=byte_size, default="2GiB", metavar="BYTES", help="about the size of a shard")
+    add("--device", default="auto", metavar="NAME", help="of --model: auto, cpu, cuda, cuda:1, ...")
     add("--dtrain", metavar="FILE", help="the program whose data check ends the import; default: on PATH")
     return parser
 
@@ -77,7 +79,7 @@ def build_parser():
 def check_sources(parser, args):
     if args.format == "modelopt":
         if args.data is None or args.states:
-            parser.error("modelopt: --data FOLDER, and --documents where its files have no masks")
+            parser.error("modelopt: --data DIR, and --documents where its files have no masks")
         return
     if (args.data is None) == (args.documents is None):
         parser.error("give either --data or --documents")

@@ -24,7 +24,7 @@ OLDEST = (3, 7)  # matplotlib that can place legends outside
 def parse(arguments):
     parser = argparse.ArgumentParser(description="a page about one run, several, or a sweep",
                                      epilog="Numbers are explained in docs/watching.md and docs/file-formats.md.")
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="run folders, or one folder of dtrain sweep")
+    parser.add_argument("folders", nargs="+", metavar="DIR", help="run folders, or one folder of dtrain sweep")
     parser.add_argument("--out", metavar="FILE", help="the page (default: report.html in the only folder, else here)")
     parser.add_argument("--png", metavar="DIR", help="every figure as a PNG, too")
     parser.add_argument("--svg", metavar="DIR", help="every figure as an SVG, too")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Saves a GGUF model as a Hugging Face directory (dequantised, fp32), so that others load it faster.
 
-    save_model.py --gguf FILE.gguf --out FOLDER
+    save_model.py --gguf FILE.gguf --out OUT
 """
 
 import argparse

@@ -1,5 +1,5 @@
 """What the command line tools share: messages, lists of layers, and which failures end with which status."""
-import math
+import argparse
 import sys
 import time
 
@@ -8,6 +8,16 @@ from dtrain_tools.shards import DiskFull
 from dtrain_tools.spool import Stalled
 
 RUN_FAILED, REFUSED = 1, 2
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """States defaults, but for those that are none or that the text names itself."""
+
+    def _get_help_string(self, action):
+        nothing = action.default is None or action.default is False or action.default == []
+        if nothing or "default" in action.help:
+            return action.help
+        return super()._get_help_string(action)
 
 
 def say(text):
@@ -22,7 +32,7 @@ def check_cutting(parser, args):
     """--split-val and --shard-bytes."""
     if not (0 <= args.split_val < 1 or (args.split_val >= 1 and float(args.split_val).is_integer())):
         parser.error("--split-val is a share below 1 or a whole number")
-    if not 0 < args.shard_bytes < math.inf:
+    if args.shard_bytes <= 0:
         parser.error("--shard-bytes must be above 0")
 
 

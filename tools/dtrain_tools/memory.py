@@ -10,6 +10,7 @@ The forward pass's own activations come on top.
 """
 
 import dataclasses
+import math
 import os
 
 WEIGHT_FILES = (".safetensors", ".bin", ".gguf")
@@ -100,14 +101,25 @@ def tell(parts, free, say):
     say(f"  together  {needed(parts) / 1e9:8.2f} GB at most, and the forward pass's activations; {free / 1e9:.2f} GB free")
 
 
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+         "B": 1}
+
+
+def byte_size(text):
+    """"2GiB", "512 MiB", "1e9" -> bytes; ValueError where it is not of this form."""
+    unit = next((unit for unit in UNITS if text.lower().endswith(unit.lower())), "")
+    number = float(text[:len(text) - len(unit)])
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return int(number * UNITS.get(unit, 1))
+
+
 def parse_limits(text):
     """"0=70GiB,1=70GiB,cpu=200GiB" -> {0: bytes, "cpu": bytes}; ValueError where it is not of this form."""
-    units = {"gib": 2**30, "mib": 2**20, "gb": 10**9, "mb": 10**6}
     limits = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
-        unit = next((unit for unit in units if size.lower().endswith(unit)), None)
-        if unit is None:
+        if not size or size[-1] not in "bB":
             raise ValueError(f"{part!r}: expected DEVICE=SIZE with GiB, MiB, GB or MB")
-        limits[int(name) if name.isdigit() else name] = int(float(size[:-len(unit)]) * units[unit])
+        limits[int(name) if name.isdigit() else name] = byte_size(size)
     return limits

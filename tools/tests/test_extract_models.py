@@ -261,6 +261,13 @@ class Memory(unittest.TestCase):
                                 "KV cache": 3 * 150 * 2 * 6 * 2 * 8 * 2})
         self.assertEqual(memory.needed(parts), 7000 + max(size["KV cache"], size["states"] + size["teacher"]))
 
+    def test_sizes(self):
+        for text, size in (("2GiB", 2**31), ("512 MiB", 2**29), ("1.5kB", 1500), ("20000", 20000), ("7B", 7)):
+            self.assertEqual(memory.byte_size(text), size)
+        for text in ("", "GiB", "2XB", "nan", "inf GiB"):
+            with self.assertRaises(ValueError):
+                memory.byte_size(text)
+
     def test_limits(self):
         self.assertEqual(memory.parse_limits("0=70GiB,cpu=1.5GB"), {0: 70 * 2**30, "cpu": 1500000000})
         for text in ("0", "0=70", "cpu="):
