@@ -11,7 +11,7 @@ import os
 import numpy as np
 
 from dtrain_tools.documents import InputError, load_json
-from dtrain_tools.dumped import check_values, check_vocabulary, make_document, mask_of, refuse
+from dtrain_tools.dumped import check_values, check_vocabulary, make_document, mask_of, refuse, supervised_documents
 from dtrain_tools.shards import Float8
 from dtrain_tools.tensor_file import e4m3_to_float, e5m2_to_float, float_to_bf16
 
@@ -126,11 +126,7 @@ class DeepspecDump:
             if masks:
                 masks.add(ids, mask)
             documents.append(make_document(label, label, number, ids, mask))
-        if unsupervised:
-            say(f"{unsupervised} documents left out: no supervised token")
-        if not documents:
-            raise InputError(f"{self.folder}: no document has a supervised token")
-        return documents
+        return supervised_documents(self.folder, documents, unsupervised, say)
 
     def _bits(self, states):
         if self.kind == "bfloat16":

@@ -43,6 +43,15 @@ def make_document(where, path, number, ids, mask):
                           np.packbits(mask).tobytes())
 
 
+def supervised_documents(folder, documents, unsupervised, say):
+    """The documents, of which there must be one; unsupervised: how many others were left out."""
+    if unsupervised:
+        say(f"{unsupervised} documents left out: no supervised token")
+    if not documents:
+        raise InputError(f"{folder}: no document has a supervised token")
+    return documents
+
+
 def check_vocabulary(where, ids, vocab_size):
     bad = ids[(ids < 0) | (ids >= vocab_size)]
     if len(bad):

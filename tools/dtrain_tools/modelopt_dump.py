@@ -13,7 +13,7 @@ import numpy as np
 
 from dtrain_tools.documents import InputError
 from dtrain_tools.dumped import (DOCUMENT_TOKENS, bits_of, check_values, check_vocabulary, integers_of, make_document,
-                                 mask_in, mask_of, planes_of, refuse)
+                                 mask_in, mask_of, planes_of, refuse, supervised_documents)
 from dtrain_tools.torch_file import load_torch_file
 
 
@@ -79,11 +79,7 @@ class ModeloptDump:
         if whole:
             say(f"{whole} documents in which every token is supervised, the prompts too: dumped without "
                 "--answer-only-loss")
-        if unsupervised:
-            say(f"{unsupervised} documents left out: no supervised token")
-        if not documents:
-            raise InputError(f"{self.folder}: no document has a supervised token")
-        return documents
+        return supervised_documents(self.folder, documents, unsupervised, say)
 
     def read(self, document, limit=None):
         """-> ids [S], uint16 bf16 bits [S, P, H], of the first `limit` tokens."""

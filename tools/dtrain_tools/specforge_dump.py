@@ -11,7 +11,7 @@ import re
 
 from dtrain_tools.documents import InputError
 from dtrain_tools.dumped import (DOCUMENT_TOKENS, bits_of, check_values, check_vocabulary, integers_of, make_document,
-                                 mask_in, planes_of, refuse)
+                                 mask_in, planes_of, refuse, supervised_documents)
 from dtrain_tools.torch_file import load_torch_file
 
 NAME = re.compile(r"data_(\d+)\.ckpt(\.gz)?$")
@@ -83,11 +83,7 @@ class SpecforgeDump:
             if masks:
                 masks.add(ids, mask)
             documents.append(make_document(path, path, number, ids, mask))
-        if unsupervised:
-            say(f"{unsupervised} documents left out: no supervised token")
-        if not documents:
-            raise InputError(f"{self.folder}: no document has a supervised token")
-        return documents
+        return supervised_documents(self.folder, documents, unsupervised, say)
 
     def read(self, document, limit=None):
         """-> ids [S], uint16 bf16 bits [S, P, H], of the first `limit` tokens."""
