@@ -85,12 +85,22 @@ log: {{every: 1000, tensorboard: false}}
 
 
 def dtrain_seconds(binary, folder, environment):
-    """Seconds of every step but the first two, from metrics.jsonl, and the peak memory."""
+    """Seconds of every step but the first two, from metrics.jsonl."""
     subprocess.run(["rm", "-rf", str(folder / "run")], check=True)
     subprocess.run([binary, "--config", str(folder / "config.yaml")], check=True, env=environment,
                    stderr=subprocess.DEVNULL)
     lines = [json.loads(line) for line in open(folder / "run" / "metrics.jsonl")]
     return [line["seconds"] for line in lines if "loss" in line][2:]
+
+
+def start_weights(model):
+    """The model, with matrices as a run begins with them."""
+    import torch
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 2:
+                p.normal_(std=0.02)
+    return model
 
 
 def build_torch(embed, threads):
@@ -149,12 +159,7 @@ def build_torch(embed, threads):
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
-    model = Drafter()
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 2:
-                p.normal_(std=0.02)
-    return model, torch.from_numpy(embed)
+    return start_weights(Drafter()), torch.from_numpy(embed)
 
 
 def torch_step(model, head, ids, hidden, anchors, optimizer, seed):

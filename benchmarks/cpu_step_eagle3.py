@@ -89,12 +89,7 @@ def build_torch():
             gate, up = self.gate_up(self.mlp_norm(h)).chunk(2, dim=-1)
             return self.norm(h + self.down(f.silu(gate) * up))
 
-    model = Drafter()
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 2:
-                p.normal_(std=0.02)
-    return model
+    return cpu_step.start_weights(Drafter())
 
 
 def torch_step(model, head, ids, planes, optimizer, arguments):
