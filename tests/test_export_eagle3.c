@@ -128,6 +128,7 @@ static void write_checkpoint(void)
                                          .target = &at.target,
                                          .map = at.sizes.draft_vocab < V ? &at.map : NULL,
                                          .target_name = "some/model",
+                                         .target_fingerprint = target_fingerprint(&at.target),
                                          .command = "dtrain"};
     const char *folder = run_path(&at.run, "checkpoints");
     at.checkpoint = run_path(&at.run, "checkpoints/step-%08d", STEP);

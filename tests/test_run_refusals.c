@@ -305,17 +305,38 @@ static void other_data(void **state)
     assert_int_equal(run_train(&fixture, "data", "--set", "run.max_steps=9", NULL), 0);
 }
 
-// A target of the same sizes with other weights is another teacher.
+static int export_speculators(const char *name, const char *checkpoint)
+{
+    return run_command(&fixture, name, false, "export", "--format", "speculators", "--checkpoint",
+                       checkpoint, "--target", run_path(&fixture, "target"), "--out",
+                       run_path(&fixture, "%s", name), NULL);
+}
+
+// A target of the same sizes with other weights is another teacher: a run does not go on with it, an export
+// would hold its head and embedding, and a score is of both.
 static void other_target(void **state)
 {
     (void)state;
+    static const char warning[] = "was trained with another target";
     struct run_target target = {"qwen3", 8, 64, 1.0, 0.2, 12};
+    char *checkpoint = memory_strdup(run_checkpoint(&fixture, "run", 4));
     copy_run("teacher");
     run_target_write(run_path(&fixture, "target"), &target);
     must_refuse("teacher", "the weights of target.path have changed", "--set", "run.max_steps=9");
+    assert_int_equal(export_speculators("export-other", checkpoint), 1);
+    run_must_say(&fixture, "export-other", warning);
+    assert_false(files_exists(run_path(&fixture, "export-other")));
+    assert_int_equal(
+        run_command(&fixture, "eval-other", true, "eval", "--checkpoint", checkpoint, NULL), 0);
+    run_must_say(&fixture, "eval-other", warning);
     target.seed = 11;
     run_target_write(run_path(&fixture, "target"), &target);
     assert_int_equal(run_train(&fixture, "teacher", "--set", "run.max_steps=9", NULL), 0);
+    assert_int_equal(export_speculators("export-own", checkpoint), 0);
+    assert_int_equal(
+        run_command(&fixture, "eval-own", true, "eval", "--checkpoint", checkpoint, NULL), 0);
+    assert_false(run_says(&fixture, "eval-own", warning));
+    free(checkpoint);
 }
 
 // The same documents, extracted anew from other layers.

@@ -286,20 +286,26 @@ static int add_sums(cJSON *object, const char *directory, const struct state_lay
     return result;
 }
 
+static void add_fingerprint(cJSON *object, const char *name, uint64_t value)
+{
+    char text[32];
+    snprintf(text, sizeof(text), "%016" PRIx64, value);
+    cJSON_AddStringToObject(object, name, text);
+}
+
 static int write_state(const char *directory, const struct model_state *state,
-                       uint64_t data_fingerprint, struct error *err)
+                       const struct checkpoint_info *info, struct error *err)
 {
     const struct counters *counters = &state->counters;
     int ranks = state_ranks(state);
-    char fingerprint[32];
-    snprintf(fingerprint, sizeof(fingerprint), "%016" PRIx64, data_fingerprint);
     cJSON *object = cJSON_CreateObject();
     cJSON_AddStringToObject(object, "format", STATE_FORMAT);
     json_add_int(object, "version", STATE_VERSION);
 #define ADD_INT(member)  json_add_int(object, #member, counters->member);
 #define ADD_REAL(member) json_add_real(object, #member, counters->member);
     COUNTERS(ADD_INT, ADD_REAL)
-    cJSON_AddStringToObject(object, "data_fingerprint", fingerprint);
+    add_fingerprint(object, "data_fingerprint", info->data_fingerprint);
+    add_fingerprint(object, "target_fingerprint", info->target_fingerprint);
     if (ranks > 1)
         json_add_int(object, "parts", ranks);
     add_sizes(object, directory, &state->layout, ranks);
@@ -317,7 +323,7 @@ int checkpoint_complete(const char *directory, const char *begun, const struct m
 {
     int result = write_texts(begun, info, err);
     if (result == 0)
-        result = write_state(begun, state, info->data_fingerprint, err);
+        result = write_state(begun, state, info, err);
     if (result == 0)
         result = checkpoint_publish(directory, begun, state->counters.step, err);
     if (result != 0)

@@ -22,7 +22,7 @@ struct checkpoint_info {
     const struct target *target;
     const struct vocab_map *map; // of eagle3; NULL: the whole vocabulary
     const char *target_name;     // for the export
-    uint64_t data_fingerprint;
+    uint64_t data_fingerprint, target_fingerprint;
     const char *command; // as typed
 };
 
@@ -53,6 +53,9 @@ int checkpoint_read_weights(const char *path, struct model_state *state, bool av
 // Every fault of a checkpoint directory: files that are missing or of another size than was written, texts that
 // are not those that were written, no DONE; a line each.
 int checkpoint_check(const char *path, struct error *err);
+// Whether its run had this target's weights, as far as target_fingerprint tells. A checkpoint that does not
+// say, of version 1, passes.
+int checkpoint_check_target(const char *path, const struct target *target, struct error *err);
 // Whether model.safetensors is what was written: all of it is read.
 int checkpoint_check_served(const char *path, struct error *err);
 // Whether a tensor of a file of the state is what was written; sum: the CRC-32C of its bytes, as they were read.

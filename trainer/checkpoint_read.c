@@ -217,6 +217,35 @@ static int check_counters(const struct counters *counters, const char *path, str
                      path, counters->applied, counters->step);
 }
 
+static int read_fingerprint(const struct json_file *state, const char *name, uint64_t *value,
+                            struct error *err)
+{
+    char text[32], *end;
+    if (json_get_text(state, name, text, sizeof(text), err) != 0)
+        return -1;
+    *value = strtoull(text, &end, 16);
+    if (*end != '\0' || end == text)
+        return error_set(err, "%s: %s is not a hexadecimal number", state->path, name);
+    return 0;
+}
+
+int checkpoint_check_target(const char *path, const struct target *target, struct error *err)
+{
+    struct json_file state;
+    uint64_t found = 0;
+    if (open_state(&state, path, err) != 0)
+        return -1;
+    bool told = cJSON_HasObjectItem(state.root, "target_fingerprint");
+    int result = told ? read_fingerprint(&state, "target_fingerprint", &found, err) : 0;
+    if (result == 0 && told && found != target_fingerprint(target))
+        result = error_set(err,
+                           "%s was trained with another target: the norm, embedding or head in %s "
+                           "are other weights",
+                           path, target->path);
+    json_close(&state);
+    return result;
+}
+
 static int read_counters(const char *path, struct counters *counters, uint64_t *fingerprint,
                          int *parts, struct error *err)
 {
@@ -233,12 +262,9 @@ static int read_counters(const char *path, struct counters *counters, uint64_t *
         result = check_counters(counters, state.path, err);
     if (result == 0)
         result = read_parts(&state, parts, err);
-    char text[32], *end = text;
+    uint64_t value = 0;
     if (result == 0)
-        result = json_get_text(&state, "data_fingerprint", text, sizeof(text), err);
-    uint64_t value = result == 0 ? strtoull(text, &end, 16) : 0;
-    if (result == 0 && (*end != '\0' || end == text))
-        result = error_set(err, "%s: data_fingerprint is not a hexadecimal number", state.path);
+        result = read_fingerprint(&state, "data_fingerprint", &value, err);
     if (result == 0 && fingerprint != NULL)
         *fingerprint = value;
     json_close(&state);

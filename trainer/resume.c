@@ -143,6 +143,7 @@ int resume_check_drafter(const char *checkpoint, const struct session *session, 
 {
     char *path = memory_format("%s/config.yaml", checkpoint);
     struct config before;
+    struct error other = {""};
     config_init(&before);
     int status = config_load(&before, path, NULL, 0, err);
     if (status == 0)
@@ -153,6 +154,9 @@ int resume_check_drafter(const char *checkpoint, const struct session *session, 
         status = compare_target_defaults(checkpoint, session, err);
     if (status == 0)
         status = compare_map(checkpoint, session, err);
+    // Scoring what it does on another target is a question one may ask.
+    if (status == 0 && checkpoint_check_target(checkpoint, &session->target, &other) != 0)
+        log_warn("%s", other.text);
     config_release(&before);
     free(path);
     return status;

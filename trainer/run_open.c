@@ -255,6 +255,7 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
                                          .map = session->has_map ? &session->map : NULL,
                                          .target_name = session->target_name,
                                          .data_fingerprint = session_fingerprint(session),
+                                         .target_fingerprint = target_fingerprint(&session->target),
                                          .command = run->options->command};
     if (checkpoint_writer_open(&run->writer, run->folder.checkpoints, &session->params,
                                &session->ownership, &run->info, config->checkpoint.keep,

@@ -70,6 +70,7 @@ void drafter_fixture_open(struct drafter_fixture *fixture, int64_t layers)
                                              .target = &fixture->target,
                                              .target_name = "some/target",
                                              .data_fingerprint = 0xfedcba9876543210u,
+                                             .target_fingerprint = 0x0123456789abcdefu,
                                              .command = "dtrain --config \"a b\".yaml"};
 }
 
