@@ -67,16 +67,6 @@ static void must_say(const char *words)
     fail_msg("\"%s\" is not in:\n%s", words, text);
 }
 
-static int count_of(const char *words)
-{
-    char *text = program_text(output);
-    int count = 0;
-    for (const char *at = text; (at = strstr(at, words)) != NULL; at++)
-        count++;
-    free(text);
-    return count;
-}
-
 // No process that was given the test's folder lives on.
 static bool any_left(void)
 {
@@ -173,14 +163,14 @@ static void a_failure_is_told(void **state)
     (void)state;
     must_end("fails", "the disk of this rank is full", LONG);
     // Once; on a slow machine also by the rank itself, which waits only so long to be heard.
-    assert_in_range(count_of("the disk of this rank is full"), 1, 2);
+    assert_in_range(program_count(output, "the disk of this rank is full"), 1, 2);
 }
 
 static void a_common_failure_is_said_once(void **state)
 {
     (void)state;
     assert_int_equal(run(3, "all_fail", LONG), 2);
-    assert_int_equal(count_of("the data have no supervised token"), 1);
+    assert_int_equal(program_count(output, "the data have no supervised token"), 1);
     must_leave_nobody();
 }
 

@@ -59,16 +59,6 @@ static int close_all(void **state)
 
 // ---- bad numbers ---------------------------------------------------------------------------------
 
-// Finite, but not what comes of them.
-static void overflow_document(struct fixture *shard, int64_t document)
-{
-    for (int64_t t = shard->doc_offsets[document]; t < shard->doc_offsets[document + 1]; t++)
-        for (int64_t p = 0; p < shard->content.layers; p++)
-            for (int64_t i = 0; i < shard->content.hidden_size; i++)
-                fixture_hidden(shard, t, p)[i] =
-                    (bf16)(0x7f60 + (13 * t + 5 * p + 3 * i) % 31 + (i % 3 == 0 ? 0x8000 : 0));
-}
-
 // Document 17's values in a shard like that of training; nan: one value of it is none.
 static uint64_t write_bad_document(const char *file, bool nan)
 {
@@ -81,7 +71,7 @@ static uint64_t write_bad_document(const char *file, bool nan)
     if (nan)
         fixture_hidden(&shard, shard.doc_offsets[DOCUMENT] + 3, 1)[2] = 0x7fc0;
     else
-        overflow_document(&shard, DOCUMENT);
+        fixture_overflow(&shard, DOCUMENT);
     fixture_write(&shard, run_path(&fixture, "%s", file));
     fixture_release(&shard);
     return id;

@@ -38,17 +38,6 @@ static void set_all(const char *const *sets)
         run_fixture_set(&fixture, *sets);
 }
 
-static double state_number(const char *run, int64_t step, const char *name)
-{
-    char *text = program_text(
-        run_path(&fixture, "%s/checkpoints/step-%08lld/state.json", run, (long long)step));
-    cJSON *object = cJSON_Parse(text);
-    double value = program_number(object, name);
-    cJSON_Delete(object);
-    free(text);
-    return value;
-}
-
 static void must_be_near(double got, double wanted, double tolerance, const char *what)
 {
     if (!(fabs(got - wanted) <= tolerance))
@@ -181,23 +170,13 @@ static void a_part_of_a_step_is_normalised_by_what_it_holds(void **state)
 
 // ---- steps that change nothing -------------------------------------------------------------------
 
-// Finite, but not what comes of them.
-static void overflow_document(struct fixture *shard, int64_t document)
-{
-    for (int64_t t = shard->doc_offsets[document]; t < shard->doc_offsets[document + 1]; t++)
-        for (int64_t p = 0; p < shard->content.layers; p++)
-            for (int64_t i = 0; i < shard->content.hidden_size; i++)
-                fixture_hidden(shard, t, p)[i] =
-                    (bf16)(0x7f60 + (13 * t + 5 * p + 3 * i) % 31 + (i % 3 == 0 ? 0x8000 : 0));
-}
-
 static void write_overflowing(int64_t first, int64_t count, uint64_t *id)
 {
     struct fixture_options options = run_train_shard();
     struct fixture shard;
     fixture_make(&shard, &options);
     for (int64_t d = first; d < first + count; d++)
-        overflow_document(&shard, d);
+        fixture_overflow(&shard, d);
     *id = shard.doc_ids[first];
     fixture_write(&shard, run_path(&fixture, "train.h5"));
     fixture_release(&shard);
@@ -247,10 +226,10 @@ static void nonfinite_steps_are_skipped(void **state)
         if (skip && step > 1)
             assert_true(program_same_state(run_checkpoint(&fixture, "overflow", step - 1),
                                            run_checkpoint(&fixture, "overflow", step)));
-        must_be_near(state_number("overflow", step, "skipped_nonfinite"), (double)skipped, 0.0,
-                     "skipped_nonfinite");
-        must_be_near(state_number("overflow", step, "applied"), (double)(step - skipped), 0.0,
-                     "applied");
+        must_be_near(run_state_number(&fixture, "overflow", step, "skipped_nonfinite"),
+                     (double)skipped, 0.0, "skipped_nonfinite");
+        must_be_near(run_state_number(&fixture, "overflow", step, "applied"),
+                     (double)(step - skipped), 0.0, "applied");
     }
     cJSON_Delete(metrics);
     assert_true(skipped >= 2 && skipped <= 4);
@@ -295,9 +274,9 @@ static void empty_steps_change_nothing(void **state)
     assert_int_equal(run_train(&fixture, "empty", "--set", "optimizer.weight_decay=0.1", NULL), 0);
     assert_true(program_same_state(run_checkpoint(&fixture, "empty", 4),
                                    run_checkpoint(&fixture, "empty", RUN_STEPS)));
-    must_be_near(state_number("empty", RUN_STEPS, "skipped_empty"), RUN_STEPS, 0.0,
+    must_be_near(run_state_number(&fixture, "empty", RUN_STEPS, "skipped_empty"), RUN_STEPS, 0.0,
                  "skipped_empty");
-    must_be_near(state_number("empty", RUN_STEPS, "applied"), 0.0, 0.0, "applied");
+    must_be_near(run_state_number(&fixture, "empty", RUN_STEPS, "applied"), 0.0, 0.0, "applied");
     run_must_say(&fixture, "empty", "no valid anchor in its");
     run_must_say(&fixture, "empty", "nothing was learnt in");
     run_must_say(&fixture, "empty", "train.h5. A valid anchor is");

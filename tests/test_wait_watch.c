@@ -36,16 +36,6 @@ static int close_test(void **state)
     return 0;
 }
 
-static int count_of(const char *words)
-{
-    char *text = program_text(log_path);
-    int count = 0;
-    for (const char *at = text; (at = strstr(at, words)) != NULL; at++)
-        count++;
-    free(text);
-    return count;
-}
-
 static void must_say(const char *words)
 {
     char *text = program_text(log_path);
@@ -82,8 +72,8 @@ static void a_run_that_seldom_waits_is_told_nothing(void **state)
     struct wait_watch watch = {0};
     struct step_report report = step_waiting(0.049);
     feed(&watch, &report, 1000);
-    assert_int_equal(count_of("waited for data"), 0);
-    assert_int_equal(count_of("no longer"), 0);
+    assert_int_equal(program_count(log_path, "waited for data"), 0);
+    assert_int_equal(program_count(log_path, "no longer"), 0);
 }
 
 static void the_first_step_does_not_count(void **state)
@@ -94,7 +84,7 @@ static void the_first_step_does_not_count(void **state)
     first.seconds = first.wait_seconds = 100.0;
     feed(&watch, &first, 1);
     feed(&watch, &report, 100);
-    assert_int_equal(count_of("waited for data"), 0);
+    assert_int_equal(program_count(log_path, "waited for data"), 0);
 }
 
 static void a_window_is_twenty_steps_and_ten_seconds(void **state)
@@ -103,16 +93,17 @@ static void a_window_is_twenty_steps_and_ten_seconds(void **state)
     struct wait_watch watch = {0};
     struct step_report report = step_waiting(0.5);
     feed(&watch, &report, 20);
-    assert_int_equal(count_of("waited for data"), 0);
+    assert_int_equal(program_count(log_path, "waited for data"), 0);
     feed(&watch, &report, 1);
-    assert_int_equal(count_of("the GPU waited for data 50 % of the last 20 steps (20 s)"), 1);
+    assert_int_equal(
+        program_count(log_path, "the GPU waited for data 50 % of the last 20 steps (20 s)"), 1);
     struct wait_watch fast = {0};
     report.seconds = 0.1;
     report.wait_seconds = 0.05;
     feed(&fast, &report, 99);
-    assert_int_equal(count_of("waited for data"), 1);
+    assert_int_equal(program_count(log_path, "waited for data"), 1);
     feed(&fast, &report, 5);
-    assert_int_equal(count_of("waited for data"), 2);
+    assert_int_equal(program_count(log_path, "waited for data"), 2);
 }
 
 static void it_is_said_again_after_ten_minutes_and_once_that_it_is_over(void **state)
@@ -121,17 +112,17 @@ static void it_is_said_again_after_ten_minutes_and_once_that_it_is_over(void **s
     struct wait_watch watch = {0};
     struct step_report late = step_waiting(0.5), fine = step_waiting(0.01);
     feed(&watch, &late, 1 + 600);
-    assert_int_equal(count_of("waited for data"), 1);
+    assert_int_equal(program_count(log_path, "waited for data"), 1);
     feed(&watch, &late, 20);
-    assert_int_equal(count_of("waited for data"), 2);
+    assert_int_equal(program_count(log_path, "waited for data"), 2);
     feed(&watch, &fine, 200);
-    assert_int_equal(count_of("waits for data no longer: 1.0 %"), 1);
+    assert_int_equal(program_count(log_path, "waits for data no longer: 1.0 %"), 1);
     feed(&watch, &late, 200); // again within ten minutes
     feed(&watch, &fine, 20);
-    assert_int_equal(count_of("waited for data"), 2);
-    assert_int_equal(count_of("no longer"), 1);
+    assert_int_equal(program_count(log_path, "waited for data"), 2);
+    assert_int_equal(program_count(log_path, "no longer"), 1);
     feed(&watch, &late, 400);
-    assert_int_equal(count_of("waited for data"), 3);
+    assert_int_equal(program_count(log_path, "waited for data"), 3);
 }
 
 // ---- which part ----------------------------------------------------------------------------------

@@ -208,10 +208,17 @@ char *program_text(const char *path)
 
 bool program_says(const char *path, const char *words)
 {
+    return program_count(path, words) > 0;
+}
+
+int program_count(const char *path, const char *words)
+{
     char *text = program_text(path);
-    bool found = strstr(text, words) != NULL;
+    int count = 0;
+    for (const char *at = text; (at = strstr(at, words)) != NULL; at++)
+        count++;
     free(text);
-    return found;
+    return count;
 }
 
 cJSON *program_json(const char *path)

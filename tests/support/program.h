@@ -36,6 +36,8 @@ int program_run(const char *output, const char *const *arguments);
 // A whole file as text in memory the caller frees; "" when there is none.
 char *program_text(const char *path);
 bool program_says(const char *path, const char *words);
+// How often it does.
+int program_count(const char *path, const char *words);
 // The object that an output ends with, after warnings; fails the test when there is none.
 cJSON *program_json(const char *path);
 

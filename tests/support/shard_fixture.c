@@ -137,6 +137,16 @@ bf16 *fixture_hidden(const struct fixture *fixture, int64_t token, int64_t plane
     return fixture->hidden_states + (token * content->planes + plane) * content->hidden_size;
 }
 
+void fixture_overflow(struct fixture *fixture, int64_t document)
+{
+    const struct shard_content *content = &fixture->content;
+    for (int64_t t = fixture->doc_offsets[document]; t < fixture->doc_offsets[document + 1]; t++)
+        for (int64_t p = 0; p < content->layers; p++)
+            for (int64_t i = 0; i < content->hidden_size; i++)
+                fixture_hidden(fixture, t, p)[i] =
+                    (bf16)(0x7f60 + (13 * t + 5 * p + 3 * i) % 31 + (i % 3 == 0 ? 0x8000 : 0));
+}
+
 void fixture_write(const struct fixture *fixture, const char *path)
 {
     struct error err = {""};

@@ -41,6 +41,8 @@ void fixture_make(struct fixture *fixture, const struct fixture_options *options
 void fixture_release(struct fixture *fixture);
 // [hidden_size] of a token of the shard.
 bf16 *fixture_hidden(const struct fixture *fixture, int64_t token, int64_t plane);
+// Makes a document's captured planes finite, and what comes of them not.
+void fixture_overflow(struct fixture *fixture, int64_t document);
 void fixture_write(const struct fixture *fixture, const char *path);
 // Makes and writes in one.
 void fixture_shard(const char *path, const struct fixture_options *options);
