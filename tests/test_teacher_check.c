@@ -24,6 +24,9 @@ enum {
     DOCUMENTS = 6,
     LENGTH = 80,
     TOKENS = DOCUMENTS * LENGTH,
+    SHORT =
+        16, // tokens of a document where there are many: one is too few for the shard's own verdict
+    MANY = TOKENS / SHORT,
     PLANES = 2
 };
 
@@ -99,18 +102,20 @@ static void learn(const struct target *target, struct fixture *fixture, uint64_t
     }
 }
 
-static void case_open(struct case_data *c, const struct run_target *made, bool learned,
-                      bool columns)
+static void case_open_of(struct case_data *c, const struct run_target *made, int64_t documents,
+                         bool learned, bool columns)
 {
     struct target target;
     struct error err = {""};
     double normed[HIDDEN];
-    static const int64_t lengths[DOCUMENTS] = {LENGTH, LENGTH, LENGTH, LENGTH, LENGTH, LENGTH};
+    int64_t lengths[MANY];
+    for (int64_t d = 0; d < documents; d++)
+        lengths[d] = TOKENS / documents;
     struct fixture_options options = {.seed = made->seed,
                                       .hidden_size = HIDDEN,
                                       .vocab_size = VOCAB,
                                       .layers = PLANES - 1,
-                                      .documents = DOCUMENTS,
+                                      .documents = documents,
                                       .lengths = lengths,
                                       .teacher = columns};
     *c = (struct case_data){.folder = fixture_folder()};
@@ -128,6 +133,12 @@ static void case_open(struct case_data *c, const struct run_target *made, bool l
     }
     target_close(&target);
     fixture_write(&c->fixture, c->shard);
+}
+
+static void case_open(struct case_data *c, const struct run_target *made, bool learned,
+                      bool columns)
+{
+    case_open_of(c, made, DOCUMENTS, learned, columns);
 }
 
 static void case_close(struct case_data *c)
@@ -272,6 +283,109 @@ static void bad_states_are_left_aside(void **state)
     case_close(&c);
 }
 
+// The states of tokens [first, first + count) moved by one token, to the back or to the front.
+static void move_states(struct case_data *c, int64_t first, int64_t count, int by)
+{
+    enum { ROW = PLANES * HIDDEN };
+    bf16 *rows = fixture_hidden(&c->fixture, first, 0), kept[ROW];
+    int64_t rest = (count - 1) * ROW;
+    bf16 *end = rows + rest;
+    memcpy(kept, by > 0 ? end : rows, sizeof(kept));
+    memmove(by > 0 ? rows + ROW : rows, by > 0 ? rows : rows + ROW, (size_t)rest * sizeof(*rows));
+    memcpy(by > 0 ? rows : end, kept, sizeof(kept));
+}
+
+// Ids that the target would not have chosen, in a share of positions: answers sampled at a temperature,
+// or a text of another kind.
+static void spoil_ids(struct case_data *c, int64_t first, int64_t count, double spoiled,
+                      uint64_t seed)
+{
+    struct rng_key key = rng_key_make(seed, 1, 3, RNG_TEST);
+    for (int64_t t = first; t < first + count; t++)
+        if ((double)rng_uniform(key, (uint64_t)(2 * t)) < spoiled)
+            c->fixture.input_ids[t] = (int32_t)(rng_u64(key, (uint64_t)(2 * t + 1)) % VOCAB);
+}
+
+// One document among many, too few positions for the shard's verdict: named with what it looks like.
+static void one_document_off_by_one_token(void **state)
+{
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        struct case_data c;
+        bool columns = i % 2 == 1, late = i < 2;
+        case_open_of(&c, &targets[1], MANY, true, columns);
+        move_states(&c, 3 * SHORT, SHORT, late ? 1 : -1);
+        fixture_write(&c.fixture, c.shard);
+        must_be(&c, 1, "a.h5: document 3 (doc_id ", "one document moved");
+        must_be(&c, 1, late ? "ONE TOKEN LATE" : "ONE TOKEN EARLY", "one document moved");
+        must_be(&c, 1, columns ? "DOES NOT MATCH" : "DOES NOT FIT", "one document moved");
+        must_be(&c, 1, "30 of 30 documents looked at", "one document moved");
+        must_be(&c, 1, "1 can not be right, 0 more stand out", "one document moved");
+        case_close(&c);
+    }
+}
+
+// States and columns agree with each other, but not with the ids of one document: no other looks so.
+static void states_and_columns_off_by_one_token(void **state)
+{
+    (void)state;
+    struct case_data c;
+    case_open_of(&c, &targets[1], MANY, true, true);
+    memmove(&c.fixture.input_ids[5 * SHORT + 1], &c.fixture.input_ids[5 * SHORT],
+            (SHORT - 1) * sizeof(int32_t));
+    fixture_write(&c.fixture, c.shard);
+    must_be(&c, 1, "document 5 (doc_id ", "ids moved");
+    must_be(&c, 1, "ONE TOKEN EARLY: DOES NOT FIT", "ids moved");
+    case_close(&c);
+}
+
+// A document of which the target expects next to nothing is told, and no more: it may be another kind
+// of text. With columns, its states are known to be right.
+static void document_far_below_the_others(void **state)
+{
+    (void)state;
+    for (int columns = 0; columns < 2; columns++) {
+        struct case_data c;
+        case_open(&c, &targets[1], true, columns == 1);
+        spoil_ids(&c, 2 * LENGTH, LENGTH, 1.0, 7);
+        fixture_write(&c.fixture, c.shard);
+        must_be(&c, 0, "document 2 (doc_id ", "another text");
+        must_be(&c, 0, ": warning; ", "another text");
+        must_be(&c, 0, "0 can not be right, 1 more stand out", "another text");
+        case_close(&c);
+    }
+}
+
+// Sampled answers, texts that fit the target less than others, short documents.
+static void sound_documents_do_not_stand_out(void **state)
+{
+    (void)state;
+    for (int i = 0; i < 4 * TARGETS; i++) {
+        struct case_data c;
+        int64_t documents = i % 2 == 0 ? DOCUMENTS : MANY, length = TOKENS / documents;
+        case_open_of(&c, &targets[i / 4], documents, true, i / 2 % 2 == 1);
+        for (int64_t d = 0; d < documents; d++)
+            spoil_ids(&c, d * length, length, 0.1 * (double)(d % 6), (uint64_t)i);
+        fixture_write(&c.fixture, c.shard);
+        must_be(&c, 0, "none stands out", "noisy text");
+        case_close(&c);
+    }
+}
+
+// A target that repeats the token it reads, as one without training may: with columns that say the same
+// it is not a fault of every document.
+static void a_target_that_repeats_is_no_shift(void **state)
+{
+    (void)state;
+    struct case_data c;
+    case_open_of(&c, &targets[1], MANY, true, true);
+    memmove(c.fixture.input_ids, c.fixture.input_ids + 1, (TOKENS - 1) * sizeof(int32_t));
+    fixture_write(&c.fixture, c.shard);
+    must_be(&c, 0, "0 can not be right", "a target that repeats");
+    must_be(&c, 0, "ONE TOKEN LATE: warning", "a target that repeats");
+    case_close(&c);
+}
+
 // The same through the program: exit status 1, and the columns' own line.
 static void through_the_program(void **state)
 {
@@ -293,8 +407,15 @@ static void through_the_program(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(sound_columns_match),        cmocka_unit_test(every_fault_is_caught),
-        cmocka_unit_test(next_token_without_columns), cmocka_unit_test(bad_states_are_left_aside),
+        cmocka_unit_test(sound_columns_match),
+        cmocka_unit_test(every_fault_is_caught),
+        cmocka_unit_test(next_token_without_columns),
+        cmocka_unit_test(bad_states_are_left_aside),
+        cmocka_unit_test(one_document_off_by_one_token),
+        cmocka_unit_test(states_and_columns_off_by_one_token),
+        cmocka_unit_test(document_far_below_the_others),
+        cmocka_unit_test(sound_documents_do_not_stand_out),
+        cmocka_unit_test(a_target_that_repeats_is_no_shift),
         cmocka_unit_test(through_the_program),
     };
     return cmocka_run_group_tests_name("teacher_check", tests, NULL, NULL);

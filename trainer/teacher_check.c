@@ -15,7 +15,15 @@
 enum {
     SAMPLE = 256,
     PIECE_ROWS = 8192, // of the head, as fp32 at once
-    LEAST_SEEN = 64    // positions with a next token that say anything
+    LEAST_SEEN = 64,   // positions with a next token that say anything
+    // Documents, one by one.
+    LEAST_EACH = 8, // positions of a document; where all are too much work, fewer documents
+    MOST_EACH = 64,
+    MOST_CLOSER = 128, // of one that stands out
+    BATCH = 1024,      // positions recomputed at once
+    LEAST_WORK = 512,  // positions of a shard, however large the target
+    MOST_WORK = 16384,
+    MOST_NAMED = 8 // documents of a shard in words; the others are counted
 };
 
 // What rounding may do to a logit n . w: bf16 rounds n (of the norm's output, and of the state before
@@ -30,6 +38,20 @@ static const double most_median = 0.5, most_beyond = 0.05;
 // tenth when head, norm or alignment are wrong.
 static const double least_next = 0.15;
 
+// One document. Head times state in multiply-adds that a shard's documents may take (a few seconds of two
+// cores), and as much again for those that stand out.
+static const double work = 0x1p39;
+// Chance that a sound shard has a document that is told, shared among its documents.
+static const double chance = 1e-3;
+// Columns: positions beyond rounding in a sound document, or twice what the other documents have; and
+// the share that a fault has at the least.
+static const double least_beyond = 0.01, fault_beyond = 0.25;
+// Of positions where the argmax is either the next token or the one that a shift by one would make it,
+// the latter are few when all is right, whatever the text: a quarter is far more than that.
+static const double shift_share = 0.25;
+// A document is far below the others when even half of their rate does not explain it.
+static const double far_below = 0.5;
+
 struct sample {
     int64_t token; // in the shard
     int32_t next;  // the token that follows in its document, -1 at the end
@@ -40,6 +62,10 @@ struct sample {
     double logit, bound; // recomputed: of the shard's top-1 token, and what it may be off by
     int32_t top1;        // the shard's columns
     float top1_logit, teacher_lse;
+    // of documents one by one: which one, and with the states one token late, early, what the argmax is:
+    // a token, and a top-1 of the columns; -1 outside of the document
+    int64_t index;
+    int32_t shifted_next[2], shifted_top1[2];
 };
 
 // Rows [first, first + rows) of a tensor.
@@ -287,6 +313,356 @@ static int judge_next(const struct shard *shard, const struct sample *samples, i
     return fails;
 }
 
+// How often the recomputed teacher agrees with a document. Shift 0: as it would with states one token
+// late, 1: early.
+struct agreement {
+    int64_t document;
+    bool closer;                          // looked at again, at more positions
+    int64_t seen, next_seen, next_same;   // finite positions; with a supervised next token
+    int64_t shift_seen[2], shift_same[2]; // next token, shifted
+    int64_t gained[2], lost[2]; // positions that only the shift, only no shift agrees with
+    int64_t beyond, top1_seen[2], top1_same[2]; // columns: beyond rounding; top-1, shifted
+};
+
+struct look {
+    const struct shard *shard;
+    const struct teacher *teacher;
+    struct agreement *found; // [count]
+    int64_t count;
+    struct agreement total;
+    int64_t positions;      // recomputed so far
+    struct sample *samples; // [BATCH], pending of them not yet recomputed
+    float *hidden;          // [BATCH, H]
+    int64_t pending;
+};
+
+// Reads what the columns say at a position and beside it.
+static int read_columns(const struct shard *shard, int64_t begin, int64_t end, struct sample *s,
+                        struct error *err)
+{
+    int64_t first = s->token > begin ? s->token - 1 : s->token;
+    int64_t last = s->token + 1 < end ? s->token + 1 : s->token, here = s->token - first;
+    int32_t top1[3];
+    float logit[3], lse[3];
+    if (shard_read_teacher(shard, first, last + 1 - first, top1, logit, lse, err) != 0)
+        return -1;
+    s->top1 = top1[here];
+    s->top1_logit = logit[here];
+    s->teacher_lse = lse[here];
+    s->shifted_top1[0] = here > 0 ? top1[here - 1] : -1;
+    s->shifted_top1[1] = last > s->token ? top1[here + 1] : -1;
+    return 0;
+}
+
+// Positions of a document, spread evenly over those with a supervised next token, or over all of it.
+static int draw_document(const struct shard *shard, int64_t document, int64_t wanted,
+                         struct sample *samples, int64_t *count, struct error *err)
+{
+    int64_t begin = shard->doc_offsets[document], length = shard->doc_offsets[document + 1] - begin;
+    int32_t *ids = memory_alloc((size_t)length + 1, sizeof(*ids));
+    uint8_t *mask = memory_alloc((size_t)length + 1, sizeof(*mask));
+    int64_t *places = memory_alloc((size_t)length + 1, sizeof(*places)), places_count = 0;
+    int status = shard_read_ids(shard, begin, length, ids, err);
+    if (status == 0)
+        status = shard_read_mask(shard, begin, length, mask, err);
+    for (int64_t t = 0; t + 1 < length; t++)
+        if (mask[t + 1] == 1)
+            places[places_count++] = t;
+    for (int64_t t = 0; places_count == 0 && t < length; t++)
+        places[t] = t;
+    places_count = places_count == 0 ? length : places_count;
+    *count = places_count < wanted ? places_count : wanted;
+    for (int64_t i = 0; i < *count && status == 0; i++) {
+        int64_t t = places[(2 * i + 1) * places_count / (2 * *count)];
+        samples[i] = (struct sample){.token = begin + t,
+                                     .next = t + 1 < length ? ids[t + 1] : -1,
+                                     .supervised_next = t + 1 < length && mask[t + 1] == 1,
+                                     .shifted_next = {ids[t], t + 2 < length ? ids[t + 2] : -1}};
+        if (shard->has_teacher)
+            status = read_columns(shard, begin, begin + length, &samples[i], err);
+    }
+    free(ids);
+    free(mask);
+    free(places);
+    return status;
+}
+
+static void tally(struct agreement *a, const struct sample *s, bool has_teacher)
+{
+    bool same = s->argmax == s->next;
+    if (!s->finite)
+        return;
+    a->seen++;
+    a->beyond += has_teacher && distance(s) > 1.0;
+    for (int shift = 0; has_teacher && shift < 2; shift++) {
+        a->top1_seen[shift] += s->shifted_top1[shift] >= 0;
+        a->top1_same[shift] += s->argmax == s->shifted_top1[shift];
+    }
+    if (!s->supervised_next)
+        return;
+    a->next_seen++;
+    a->next_same += same;
+    for (int shift = 0; shift < 2; shift++) {
+        bool shifted = s->argmax == s->shifted_next[shift];
+        a->shift_seen[shift] += s->shifted_next[shift] >= 0;
+        a->shift_same[shift] += shifted;
+        a->gained[shift] += shifted && !same;
+        a->lost[shift] += same && !shifted && s->shifted_next[shift] >= 0;
+    }
+}
+
+// Adds b to a, or takes it away (sign -1).
+static void agreement_add(struct agreement *a, const struct agreement *b, int64_t sign)
+{
+    a->seen += sign * b->seen;
+    a->next_seen += sign * b->next_seen;
+    a->next_same += sign * b->next_same;
+    a->beyond += sign * b->beyond;
+    for (int shift = 0; shift < 2; shift++) {
+        a->gained[shift] += sign * b->gained[shift];
+        a->lost[shift] += sign * b->lost[shift];
+    }
+}
+
+static int look_flush(struct look *look, struct error *err)
+{
+    const struct shard *shard = look->shard;
+    int64_t count = look->pending;
+    look->pending = 0;
+    look->positions += count;
+    if (count == 0)
+        return 0;
+    if (read_hidden(shard, look->samples, count, look->hidden, err) != 0)
+        return -1;
+    if (shard->last_hidden == LAST_HIDDEN_PRE_NORM)
+        apply_norm(look->teacher, look->hidden, count);
+    recompute(look->teacher, shard->has_teacher, look->hidden, look->samples, count);
+    for (int64_t i = 0; i < count; i++)
+        tally(&look->found[look->samples[i].index], &look->samples[i], shard->has_teacher);
+    return 0;
+}
+
+static int look_at(struct look *look, int64_t index, int64_t wanted, struct error *err)
+{
+    int64_t count = 0;
+    struct agreement *a = &look->found[index];
+    *a = (struct agreement){.document = a->document};
+    if (look->pending + wanted > BATCH && look_flush(look, err) != 0)
+        return -1;
+    struct sample *samples = look->samples + look->pending;
+    if (draw_document(look->shard, a->document, wanted, samples, &count, err) != 0)
+        return -1;
+    for (int64_t i = 0; i < count; i++)
+        samples[i].index = index;
+    look->pending += count;
+    return 0;
+}
+
+// The chance of k or more (upper), or of k or fewer, among n when each has the chance p.
+static double binomial_tail(int64_t n, int64_t k, double p, bool upper)
+{
+    double sum = 0.0;
+    p = fmin(fmax(p, 1e-9), 1.0 - 1e-9);
+    for (int64_t i = upper ? k : 0; i <= (upper ? n : k); i++)
+        sum +=
+            exp(lgamma((double)n + 1.0) - lgamma((double)i + 1.0) - lgamma((double)(n - i) + 1.0) +
+                (double)i * log(p) + (double)(n - i) * log1p(-p));
+    return sum;
+}
+
+static double share(int64_t part, int64_t whole)
+{
+    return whole > 0 ? (double)part / (double)whole : 0.0;
+}
+
+// How much a document stands out, above 0 if it does: the next token with a shift or far too rarely, or
+// columns beyond rounding.
+static double suspicion(const struct look *look, const struct agreement *a)
+{
+    double rate = share(look->total.next_same, look->total.next_seen);
+    double most = far_below * rate - share(a->next_same, a->next_seen);
+    if (a->next_seen == 0)
+        most = 0.0;
+    for (int shift = 0; shift < 2; shift++)
+        most = fmax(most, share(a->gained[shift] - a->lost[shift], a->next_seen));
+    return fmax(most, share(a->beyond, a->seen) - fault_beyond);
+}
+
+static void look_total(struct look *look)
+{
+    look->total = (struct agreement){0};
+    for (int64_t i = 0; i < look->count; i++)
+        agreement_add(&look->total, &look->found[i], 1);
+}
+
+// Looks again at documents that stand out, the most suspicious first, while there is work left.
+static int look_closer(struct look *look, int64_t positions, struct error *err)
+{
+    look_total(look);
+    for (int64_t spent = 0; spent < positions; spent += MOST_CLOSER) {
+        int64_t worst = -1;
+        double most = 0.0;
+        for (int64_t i = 0; i < look->count; i++)
+            if (!look->found[i].closer && suspicion(look, &look->found[i]) > most) {
+                most = suspicion(look, &look->found[i]);
+                worst = i;
+            }
+        if (worst < 0)
+            break;
+        if (look_at(look, worst, MOST_CLOSER, err) != 0)
+            return -1;
+        look->found[worst].closer = true;
+    }
+    if (look_flush(look, err) != 0)
+        return -1;
+    look_total(look);
+    return 0;
+}
+
+// The shift that a document agrees with so much more than as it stands that no sound text explains it, or -1.
+static int shift_of(const struct look *look, const struct agreement *a)
+{
+    for (int shift = 0; shift < 2; shift++) {
+        int64_t gained = a->gained[shift], lost = a->lost[shift];
+        if (gained > lost && binomial_tail(gained + lost, gained, shift_share, true) <
+                                 chance / (2.0 * (double)look->count))
+            return shift;
+    }
+    return -1;
+}
+
+static bool columns_differ(const struct look *look, const struct agreement *a,
+                           const struct agreement *rest)
+{
+    double sound = fmax(least_beyond, 2.0 * share(rest->beyond, rest->seen));
+    return share(a->beyond, a->seen) > fault_beyond &&
+           binomial_tail(a->seen, a->beyond, sound, true) < chance / (double)look->count;
+}
+
+static bool is_far_below(const struct look *look, const struct agreement *a,
+                         const struct agreement *rest)
+{
+    double rate = far_below * share(rest->next_same, rest->next_seen);
+    return rest->next_seen >= LEAST_SEEN && a->next_seen > 0 &&
+           share(a->next_same, a->next_seen) < rate &&
+           binomial_tail(a->next_seen, a->next_same, rate, false) < chance / (double)look->count;
+}
+
+static const char *const shift_words[] = {"LATE", "EARLY"};
+
+static void tell_columns(FILE *out, const struct agreement *a, const struct agreement *rest)
+{
+    fprintf(out,
+            "differs from the shard's own columns by more than rounding at %lld of %lld positions "
+            "(other documents: %lld of %lld)",
+            (long long)a->beyond, (long long)a->seen, (long long)rest->beyond,
+            (long long)rest->seen);
+    for (int shift = 0; shift < 2; shift++)
+        if (a->top1_same[shift] * 4 > a->top1_seen[shift] * 3)
+            fprintf(
+                out,
+                ", but its argmax is the top-1 of the token %s at %lld of %lld: the states look "
+                "ONE TOKEN %s",
+                shift == 0 ? "before" : "behind", (long long)a->top1_same[shift],
+                (long long)a->top1_seen[shift], shift_words[shift]);
+    fputs(": DOES NOT MATCH\n", out);
+}
+
+static void tell_agreement(FILE *out, const struct agreement *a, const struct agreement *rest,
+                           int shift, bool fails)
+{
+    fprintf(out,
+            "its argmax is the next token at %lld of %lld supervised positions (other documents: "
+            "%lld of %lld)",
+            (long long)a->next_same, (long long)a->next_seen, (long long)rest->next_same,
+            (long long)rest->next_seen);
+    if (shift >= 0)
+        fprintf(
+            out, ", but at %lld of %lld when shifted by one token: the states look ONE TOKEN %s",
+            (long long)a->shift_same[shift], (long long)a->shift_seen[shift], shift_words[shift]);
+    fputs(fails ? ": DOES NOT FIT\n"
+                : ": warning; other text than the others', or not the states of this text\n",
+          out);
+}
+
+// Names a document that stands out. 1: it can not be sound; *warned: it may be.
+static int judge_document(const struct look *look, const struct agreement *a, bool named,
+                          bool *warned, FILE *out)
+{
+    const struct shard *shard = look->shard;
+    struct agreement rest = look->total;
+    agreement_add(&rest, a, -1);
+    int shift = shift_of(look, a);
+    bool columns = shard->has_teacher && columns_differ(look, a, &rest);
+    // A target whose argmax is mostly the token itself, with columns that say so, is no fault of this
+    // document.
+    bool unlike = shift >= 0 && (!shard->has_teacher || rest.lost[shift] > rest.gained[shift]);
+    *warned = !columns && !unlike && (shift >= 0 || is_far_below(look, a, &rest));
+    if (named && (columns || unlike || *warned)) {
+        fprintf(out, "%s: document %lld (doc_id %llu): the recomputed teacher: ", shard->path,
+                (long long)a->document, (unsigned long long)shard->doc_ids[a->document]);
+        if (columns)
+            tell_columns(out, a, &rest);
+        else
+            tell_agreement(out, a, &rest, shift, unlike);
+    }
+    return columns || unlike;
+}
+
+static int judge_documents(const struct look *look, FILE *out)
+{
+    int64_t faults = 0, warnings = 0;
+    for (int64_t i = 0; i < look->count; i++) {
+        bool warned = false;
+        faults +=
+            judge_document(look, &look->found[i], faults + warnings < MOST_NAMED, &warned, out);
+        warnings += warned;
+    }
+    fprintf(out, "%s: %lld of %lld documents looked at one by one, at %lld positions: ",
+            look->shard->path, (long long)look->count, (long long)look->shard->documents,
+            (long long)look->positions);
+    if (faults + warnings == 0)
+        fputs("none stands out\n", out);
+    else
+        fprintf(out, "%lld can not be right, %lld more stand out%s\n", (long long)faults,
+                (long long)warnings,
+                faults + warnings > MOST_NAMED ? " (the first are named)" : "");
+    return faults > 0;
+}
+
+// Every document of a shard at a few positions, or as many documents as the work allows, spread evenly.
+static int check_documents(const struct shard *shard, const struct teacher *teacher, FILE *out,
+                           struct error *err)
+{
+    double size = (double)shard->vocab_size * (double)shard->hidden_size;
+    int64_t positions = (int64_t)fmin(fmax(work / size, LEAST_WORK), MOST_WORK);
+    int64_t each = positions / shard->documents;
+    each = each < LEAST_EACH ? LEAST_EACH : each > MOST_EACH ? MOST_EACH : each;
+    int64_t count = positions / each < shard->documents ? positions / each : shard->documents;
+    struct look look = {
+        .shard = shard,
+        .teacher = teacher,
+        .found = memory_alloc((size_t)count, sizeof(*look.found)),
+        .count = count,
+        .samples = memory_alloc(BATCH, sizeof(*look.samples)),
+        .hidden = memory_alloc((size_t)(BATCH * shard->hidden_size), sizeof(*look.hidden))};
+    int status = 0;
+    for (int64_t i = 0; i < count && status == 0; i++) {
+        look.found[i].document = i * shard->documents / count;
+        status = look_at(&look, i, each, err);
+    }
+    if (status == 0)
+        status = look_flush(&look, err);
+    if (status == 0)
+        status = look_closer(&look, positions, err);
+    if (status == 0)
+        status = judge_documents(&look, out);
+    free(look.found);
+    free(look.samples);
+    free(look.hidden);
+    return status;
+}
+
 static int check_shard(const struct shard *shard, const struct teacher *teacher, FILE *out,
                        struct error *err)
 {
@@ -318,6 +694,10 @@ static int check_shard(const struct shard *shard, const struct teacher *teacher,
                                     : judge_next(shard, samples, count, out);
     }
     free(hidden);
+    if (status >= 0) {
+        int documents = check_documents(shard, teacher, out, err);
+        status = documents != 0 ? documents : status;
+    }
     return status;
 }
 

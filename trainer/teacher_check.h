@@ -10,7 +10,9 @@
 
 // Samples positions of every shard. With teacher columns: top-1, its logit and the log-sum-exp must match
 // within bf16 tolerance; without: the teacher's argmax is compared with the next token, which is weaker
-// and is said. Prints to out. 0: fine; 1: does not match; -1: could not run (err).
+// and is said. Then document by document (docs/file-formats.md): names those whose columns or next
+// tokens do not fit their states, which is a fault, or fit far less than those of the others, which is
+// only told. Prints to out. 0: fine; 1: does not match; -1: could not run (err).
 int teacher_check(const char *const *paths, size_t count, const char *target, FILE *out,
                   struct error *err);
 
