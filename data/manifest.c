@@ -3,7 +3,6 @@
 #include "data/manifest.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 #include "base/memory.h"
 #include "data/id_table.h"

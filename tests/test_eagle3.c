@@ -2,7 +2,6 @@
 // packing and recomputation change nothing; that no position sees what serving would not have.
 #include <stdarg.h>
 #include <setjmp.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,7 +1,6 @@
 // The environments of launchers, as a table; first hosts of Slurm's lists; which GPU a rank sees.
 #include <setjmp.h>
 #include <stdarg.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 

@@ -2,7 +2,6 @@
 // when a step is given up.
 #include <setjmp.h>
 #include <stdarg.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include <cmocka.h>

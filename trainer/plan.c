@@ -4,7 +4,6 @@
 #include "trainer/plan_work.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "base/log.h"

@@ -1,7 +1,6 @@
 // The commands that need no model state: config, export, data.
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "base/log.h"
 #include "data/check.h"
