@@ -1,5 +1,4 @@
 // Owns a training run's course: epochs, validation, checkpoints, signals. A step is run_step.c's.
-
 #include "base/log.h"
 #include "base/memory.h"
 #include "base/timer.h"
