@@ -387,3 +387,40 @@ uint64_t target_fingerprint(const struct target *target)
     hash = mix_rows(hash, &target->embed);
     return mix_rows(hash, &target->head);
 }
+
+// The first row with a value that is not finite, -1: there is none.
+static int64_t bad_row(const struct target_tensor *tensor)
+{
+    const float *floats = tensor->data;
+    const bf16 *halves = tensor->data;
+    for (int64_t row = 0; row < tensor->rows; row++) {
+        int64_t first = row * tensor->columns;
+        int bad = 0;
+        for (int64_t i = first; i < first + tensor->columns; i++)
+            bad |=
+                tensor->dtype == DTYPE_BF16 ? bf16_is_nonfinite(halves[i]) : !isfinite(floats[i]);
+        if (bad)
+            return row;
+    }
+    return -1;
+}
+
+int target_check_finite(const struct target *target, struct error *err)
+{
+    const struct {
+        const char *name;
+        const struct target_tensor *tensor;
+    } parts[] = {{"final norm", &target->norm},
+                 {"token embedding", &target->embed},
+                 {"head", &target->head}};
+    size_t count = target->tied ? 2 : COUNT(parts);
+    for (size_t i = 0; i < count; i++) {
+        int64_t row = bad_row(parts[i].tensor);
+        if (row >= 0)
+            return error_set(err,
+                             "%s: row %" PRId64 " of the target's %s has a value that is not "
+                             "finite; its file is damaged, or was written so",
+                             target->path, row, parts[i].name);
+    }
+    return 0;
+}

@@ -54,6 +54,8 @@ bool target_open_known(struct target *target, const char *path);
 // Tells one set of frozen weights from another: of the norm, and of rows of embedding and head that are
 // spread evenly (a thousand of each at most).
 uint64_t target_fingerprint(const struct target *target);
+// Whether every number of norm, embedding and head is finite: all of them are read. The error names the row.
+int target_check_finite(const struct target *target, struct error *err);
 void target_close(struct target *target);
 
 #endif

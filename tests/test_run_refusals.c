@@ -339,6 +339,44 @@ static void other_target(void **state)
     free(checkpoint);
 }
 
+// As from a shell's <(...): the second reading would find nothing in it.
+static void a_config_that_is_read_once(void **state)
+{
+    (void)state;
+    char *pipe = memory_strdup(run_path(&fixture, "pipe"));
+    assert_int_equal(mkfifo(pipe, 0600), 0);
+    const char *const train[] = {"--config", pipe, NULL};
+    const char *const sweep[] = {"sweep", "--config", pipe, "--grid", "layers=1,2", NULL};
+    assert_int_equal(program_run(run_path(&fixture, "pipe.out"), train), 2);
+    run_must_say(&fixture, "pipe", "pipe: is a pipe or a device, and is read more than once");
+    assert_int_equal(program_run(run_path(&fixture, "pipe.out"), sweep), 2);
+    run_must_say(&fixture, "pipe", "pipe: is a pipe or a device, and is read more than once");
+    free(pipe);
+}
+
+// Its documents are not to blame: training, scoring and an export that would hold it end with its name.
+static void a_target_that_is_not_finite(void **state)
+{
+    (void)state;
+    static const char says[] =
+        "target: row 0 of the target's final norm has a value that is not finite";
+    static const unsigned char nan[] = {0, 0, 0xc0, 0x7f};
+    struct run_target target = {"qwen3", 8, 64, 1.0, 0.2, 11};
+    FILE *file = fopen(run_path(&fixture, "target/head.safetensors"), "r+b");
+    assert_non_null(file);
+    assert_int_equal(fseek(file, -(long)sizeof(nan), SEEK_END), 0);
+    assert_int_equal(fwrite(nan, sizeof(nan), 1, file), 1);
+    assert_int_equal(fclose(file), 0);
+    assert_int_equal(run_train(&fixture, "nan", NULL), 1);
+    run_must_say(&fixture, "nan", says);
+    assert_false(run_says(&fixture, "nan", "Its documents"));
+    assert_int_equal(run_command(&fixture, "eval-nan", true, "eval", "--checkpoint",
+                                 run_checkpoint(&fixture, "run", 4), NULL),
+                     1);
+    run_must_say(&fixture, "eval-nan", says);
+    run_target_write(run_path(&fixture, "target"), &target);
+}
+
 // The same documents, extracted anew from other layers.
 static void other_layers(void **state)
 {
@@ -567,6 +605,8 @@ int main(void)
         cmocka_unit_test(other_execution),
         cmocka_unit_test(other_data),
         cmocka_unit_test(other_target),
+        cmocka_unit_test(a_config_that_is_read_once),
+        cmocka_unit_test(a_target_that_is_not_finite),
         cmocka_unit_test(other_layers),
         cmocka_unit_test(other_target_defaults),
         cmocka_unit_test(checkpoint_of_another_folder),

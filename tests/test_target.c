@@ -595,6 +595,28 @@ static void test_half_and_misaligned(void **state)
     free(path);
 }
 
+static void test_values_that_are_not_finite(void **state)
+{
+    (void)state;
+    float norm[HIDDEN] = {0}, embed[VOCAB * HIDDEN] = {0};
+    bf16 head[VOCAB * HIDDEN] = {0};
+    struct target target = {.path = (char *)"the/target",
+                            .norm = {norm, DTYPE_F32, 1, HIDDEN},
+                            .embed = {embed, DTYPE_F32, VOCAB, HIDDEN},
+                            .head = {head, DTYPE_BF16, VOCAB, HIDDEN}};
+    struct error err = {""};
+    assert_int_equal(target_check_finite(&target, &err), 0);
+    head[5 * HIDDEN + 7] = bf16_from_float(-INFINITY);
+    assert_int_equal(target_check_finite(&target, &err), -1);
+    assert_non_null(strstr(err.text, "the/target: row 5 of the target's head has a value"));
+    embed[2 * HIDDEN] = INFINITY;
+    assert_int_equal(target_check_finite(&target, &err), -1);
+    assert_non_null(strstr(err.text, "the/target: row 2 of the target's token embedding"));
+    norm[3] = NAN;
+    assert_int_equal(target_check_finite(&target, &err), -1);
+    assert_non_null(strstr(err.text, "the/target: row 0 of the target's final norm"));
+}
+
 // Sizes without weights: a folder or a file, keys that no size follows from left out.
 static void test_sizes_alone(void **state)
 {
@@ -696,6 +718,7 @@ int main(void)
         TARGET_TEST(test_wrong_tensors),
         TARGET_TEST(test_missing_files),
         TARGET_TEST(test_half_and_misaligned),
+        cmocka_unit_test(test_values_that_are_not_finite),
         TARGET_TEST(test_sizes_alone),
         TARGET_TEST(test_absurd_sizes),
         cmocka_unit_test(test_known_names),

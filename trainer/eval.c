@@ -97,6 +97,17 @@ static int open_blocks(const struct options *options, FILE **blocks, struct erro
     return 0;
 }
 
+static int check_loss(const struct session *session, const struct metrics *metrics,
+                      struct error *err)
+{
+    if (isfinite(metrics_loss(metrics, session->config->loss.normalize)))
+        return 0;
+    if (target_check_finite(&session->target, err) != 0)
+        return -1;
+    return error_set(err, "the loss is not finite: a value of the checkpoint or of the features is "
+                          "not; dtrain data check tells of the latter");
+}
+
 // Closes `blocks`.
 static int evaluate(const struct options *options, struct session *session, struct step *step,
                     struct validation **validation, FILE *blocks, struct error *err)
@@ -114,6 +125,8 @@ static int evaluate(const struct options *options, struct session *session, stru
         return error_set(err, "stopped by signal %d", signals_received());
     if (status == 0)
         print_report(session, &metrics, &walk);
+    if (status == 0 && walk.blocks > 0.0)
+        status = check_loss(session, &metrics, err);
     if (status == 0 && !(walk.blocks > 0.0))
         log_warn("no valid anchor in the rows that were scored: these numbers say nothing");
     return status;

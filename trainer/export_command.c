@@ -206,6 +206,8 @@ static int open_drafter(struct source *source, struct error *err)
         return error_prefix(err, "the target is not the one of this checkpoint");
     if (checkpoint_check_target(request->checkpoint, &source->target, err) != 0)
         return error_add(err, "--target names the one to export with");
+    if (target_check_finite(&source->target, err) != 0)
+        return -1;
     if (refuse_scales(&source->sizes, source->target.path, (double)source->target.embed_scale,
                       (double)source->target.logit_scale, err) != 0 ||
         export_check_servable(&source->sizes, request->format, request->allow, err) != 0)

@@ -183,6 +183,15 @@ int files_sync_folder(const char *path, struct error *err)
     return result;
 }
 
+int files_check_rereadable(const char *path, struct error *err)
+{
+    struct stat info;
+    if (stat(path, &info) != 0 || S_ISREG(info.st_mode) || S_ISDIR(info.st_mode))
+        return 0;
+    return error_set(
+        err, "%s: is a pipe or a device, and is read more than once; write it to a file", path);
+}
+
 // The folder that holds a path. The caller frees.
 static char *folder_of(const char *path)
 {

@@ -1,13 +1,12 @@
 // Owns the decision whether a training run starts ranks of its own, and how many.
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "base/log.h"
 #include "base/memory.h"
 #include "configs/config.h"
 #include "kernels/backend.h"
 #include "trainer/commands.h"
+#include "trainer/files.h"
 #include "trainer/launch.h"
 #include "trainer/rank_gpu.h"
 #include "trainer/rank_place.h"
@@ -104,6 +103,11 @@ int command_launch(const struct options *options)
     if (rank_place_read(&place, rank_variable, NULL, &err) ==
         0) // else ranks_open says what is wrong
         log_configure(LOG_INFO, place.rank);
+    err = (struct error){0};
+    if (files_check_rereadable(options->config, &err) != 0) {
+        log_error("--config: %s", err.text);
+        return EXIT_REFUSED;
+    }
     int status = launch_train(options);
     return status >= 0 ? status : command_train(options);
 }

@@ -195,8 +195,12 @@ int run_step(struct run *run, struct error *err)
     run_conclude_saving(run);
     if (outcome.stopped)
         return 1;
-    if (outcome.nonfinite)
+    if (outcome.nonfinite) {
+        // No document is to blame for a target that is not finite.
+        if (c->skipped_nonfinite == 0 && target_check_finite(&run->session.target, err) != 0)
+            return -1;
         run_name_nonfinite(run, &outcome);
+    }
     if (outcome.empty && session_rank(&run->session) == 0)
         log_warn("step %lld: %s in its %lld rows; the weights stay as they are",
                  (long long)c->step + 1, run_nothing_of(&run->step.metrics), (long long)rows);

@@ -155,16 +155,10 @@ const char *run_nothing_of(const struct metrics *metrics)
     return metrics->valid_anchors == 0.0 ? "no valid anchor" : "no slot of nonzero weight";
 }
 
-// Anchors depend on masks and lengths, which later epochs do not change.
-void run_warn_nothing_learnt(const struct run *run)
+static void warn_no_anchors(const struct run *run)
 {
     const struct counters *c = &run->counters;
     const struct documents *d = &run->session.train;
-    bool first_epoch_ends = c->epoch == 1 && c->row == 0;
-    bool run_ends = c->epoch == 0 && c->step == run->steps.total;
-    if (c->skipped_empty < c->step || !(first_epoch_ends || run_ends) ||
-        session_rank(&run->session) != 0)
-        return;
     log_warn(
         "nothing was learnt in %lld steps: not one had a block to train on, in %s%s%s. A valid "
         "anchor is a supervised token (loss_mask) that another one follows in the same "
@@ -173,4 +167,21 @@ void run_warn_nothing_learnt(const struct run *run)
         d->shard_count > 1 ? d->shards[d->shard_count - 1].path : "",
         run->config.anchors.tail == TAIL_WHOLE ? ", and with anchors.tail whole a whole block"
                                                : "");
+}
+
+// Anchors depend on masks and lengths, which later epochs do not change.
+void run_warn_nothing_learnt(const struct run *run)
+{
+    const struct counters *c = &run->counters;
+    bool first_epoch_ends = c->epoch == 1 && c->row == 0;
+    bool run_ends = c->epoch == 0 && c->step == run->steps.total;
+    if (c->skipped_empty + c->skipped_nonfinite < c->step || !(first_epoch_ends || run_ends) ||
+        session_rank(&run->session) != 0)
+        return;
+    if (c->skipped_nonfinite == 0)
+        warn_no_anchors(run);
+    else
+        log_warn("nothing was learnt in %lld steps: in %lld of them a gradient was not finite, and "
+                 "the others had no block to train on; look with: dtrain data check FILE...",
+                 (long long)c->step, (long long)c->skipped_nonfinite);
 }

@@ -392,7 +392,11 @@ int command_sweep(const struct options *options)
     struct error err = {""};
     config_init(&sweep.config);
     child_signals_hold(&sweep.held);
-    int status = prepare_watched(&sweep, &err);
+    int status = EXIT_REFUSED;
+    if (files_check_rereadable(options->config, &err) != 0)
+        error_prefix(&err, "--config");
+    else
+        status = prepare_watched(&sweep, &err);
     if (status == 0 && options->plan_only)
         status = count_fitting(&sweep) == sweep.point_count ? EXIT_DONE : EXIT_FAILED;
     else if (status == 0)
