@@ -22,7 +22,8 @@ from dtrain_tools.deepspec_dump import DeepspecDump  # noqa: E402
 from dtrain_tools.documents import InputError  # noqa: E402
 from dtrain_tools.extraction import settle_folder  # noqa: E402
 from dtrain_tools.float8 import quantise_bits  # noqa: E402
-from dtrain_tools.import_check import PROBE_TOKENS, check_layers, check_norm, target_states  # noqa: E402
+from dtrain_tools.import_check import (PROBE_TOKENS, SPREAD_TOKENS, check_layers, check_norm, choose_probes,  # noqa: E402
+                                       target_states)
 from dtrain_tools.importing import Import, plan_shards  # noqa: E402
 from dtrain_tools.mask_check import MaskCheck, end_tokens  # noqa: E402
 from dtrain_tools.memory import byte_size  # noqa: E402
@@ -33,7 +34,6 @@ from dtrain_tools.target_head import read_target_head  # noqa: E402
 
 # As each engine writes it; Model-Optimizer has scripts of both kinds.
 LAST_HIDDEN = {"speculators": "pre_norm", "specforge": "post_norm", "deepspec": "post_norm", "modelopt": None}
-PROBES = 3  # documents that norm and layers are looked at in, before anything is written
 
 
 def build_parser():
@@ -166,18 +166,25 @@ def list_documents(args, head, layers, masks):
 
 
 def probe(args, documents, read, head, layer_ids):
-    """Refuses a wrong declaration before anything is written."""
+    """Refuses a wrong declaration, and documents that it does not fit, before anything is written."""
     model = None
     if args.model:
         from dtrain_tools.target_model import Target
         model = Target(args.model, None, args.device)
-    longest = sorted(documents, key=lambda document: -document.tokens)[:PROBES]
+    longest, spread = choose_probes(documents)
     for document in longest:
         ids, bits = read(document, PROBE_TOKENS)
         check_norm(document.path, bits, args.last_hidden, head.norm)
         if model:
             worst = check_layers(document.path, bits, layer_ids, args.last_hidden, target_states(model, ids))
             say(f"{document.path}: planes are the layers declared, to {worst:.3f} of their size")
+    if model and spread:
+        worst = 0.0
+        for document in spread:
+            ids, bits = read(document, SPREAD_TOKENS)
+            worst = max(worst, check_layers(document.path, bits, layer_ids, args.last_hidden, target_states(model, ids)))
+        say(f"{len(spread)} more of {len(documents)} documents, spread evenly, {SPREAD_TOKENS} tokens of each: planes are the "
+            f"layers declared, to {worst:.3f} of their size")
 
 
 def reader_of(read, layers, float8):

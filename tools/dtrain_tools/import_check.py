@@ -12,7 +12,20 @@ from dtrain_tools.tensor_file import bf16_to_float
 UNIT_TOLERANCE = 0.05   # of the root mean square of a normed state divided by the norm's weight
 MATCH_TOLERANCE = 0.25  # of a plane's relative difference; bf16 engines and fp8 dumps differ by a few percent
 TWICE_DIFFERS = 0.02    # a norm whose weights are all about the same gives the same twice
-PROBE_TOKENS = 256      # of a document that the target is run on: states do not depend on what follows
+PROBE_TOKENS = 256      # of a long document that the target is run on: states do not depend on what follows
+PROBES = 3              # such documents
+SPREAD_TOKENS = 64      # of each of the others that it is run on
+SPREAD = 64             # such documents
+LEAST_TOKENS = 16       # of them: the first token of a text may be nearly the same in all layers
+
+
+def choose_probes(documents):
+    """-> the longest documents, and others spread evenly over the dump."""
+    order = sorted(range(len(documents)), key=lambda n: -documents[n].tokens)
+    rest = [n for n in sorted(order[PROBES:]) if documents[n].tokens >= LEAST_TOKENS]
+    count = min(SPREAD, len(rest))
+    spread = [rest[n * (len(rest) - 1) // max(count - 1, 1)] for n in range(count)]
+    return [documents[n] for n in order[:PROBES]], [documents[n] for n in spread]
 
 
 def looks_normed(states, norm):

@@ -253,6 +253,13 @@ class Imports(Case):
         self.refused("these shards are not released")
         self.assertTrue(os.path.exists(os.path.join(self.out, "unchecked", "train-00000.h5")))
 
+    def test_one_document_of_shifted_states_is_not_released(self):
+        self.dump(lambda tensors: tensors.update(hidden_states=("BF16", np.roll(self.texts[1].states, 1, 0))))
+        status, printed = self.run_import()
+        self.assertEqual(status, command.REFUSED, printed)
+        for text in ("train-00000.h5: document 1 (doc_id ", "ONE TOKEN LATE: DOES NOT FIT", "these shards are not released"):
+            self.assertIn(text, printed)
+
     def test_kill_and_resume(self):
         self.dump()
         options = ("--shard-bytes", "300000", "--split-val", "2")
@@ -261,7 +268,7 @@ class Imports(Case):
         names = sorted(name for name in os.listdir(whole) if name.endswith(".h5"))
         self.assertGreater(len(names), 3)
         for stop in range(2):
-            calls = iter([None] * (import_features.PROBES + 2))
+            calls = iter([None] * (import_check.PROBES + 2))
             read = speculators_dump.read_states
 
             def interrupted(*arguments, calls=calls, read=read):
@@ -404,6 +411,33 @@ class Refusals(Case):
         self.refused("--unverified layers", trust=False)
 
 
+    def test_cutting(self):
+        self.dump()
+        for option, value, text in (("--split-val", "nan", "--split-val is a share below 1 or a whole number"),
+                                    ("--shard-bytes", "0", "--shard-bytes must be above 0"),
+                                    ("--shard-bytes", "-1", "--shard-bytes must be above 0")):
+            self.refused(text, option, value)
+
+
+class Probes(unittest.TestCase):
+    """Which documents --model looks at."""
+
+    @staticmethod
+    def choose(lengths):
+        documents = [mock.Mock(tokens=tokens, place=place) for place, tokens in enumerate(lengths)]
+        return [[document.place for document in some] for some in import_check.choose_probes(documents)]
+
+    def test_few(self):
+        self.assertEqual(self.choose([20, 90, 30, 80, 100, 3]), [[4, 1, 3], [0, 2]])
+        self.assertEqual(self.choose([5]), [[0], []])
+
+    def test_many_are_spread_from_end_to_end(self):
+        longest, spread = self.choose([300, 200, 400] + [100] * 10000)
+        self.assertEqual(longest, [2, 0, 1])
+        self.assertEqual((len(spread), spread[0], spread[-1]), (import_check.SPREAD, 3, 10002))
+        self.assertLess(max(np.diff(spread)), 200)
+
+
 class Norm(unittest.TestCase):
     def test_either_kind_of_weight(self):
         rng = np.random.default_rng(1)
@@ -434,6 +468,13 @@ class Layers(Case):
         self.dump()
         self.refused("plane 2 was declared to be the output of layer 4, but is the output of layer 3", "--model", MODEL,
                      "--device", "cpu", layers="2,3,5", trust=False)
+
+    def test_one_document_of_swapped_planes(self):
+        """The second document is not among the longest."""
+        self.assertNotIn(1, np.argsort([-len(text.ids) for text in self.texts], kind="stable")[:import_check.PROBES])
+        self.dump(lambda tensors: tensors.update(hidden_states=("BF16", self.texts[1].states[:, [1, 0, 2, 3]])))
+        self.refused(f"{self.state_file('cmpl-1-0')}: hidden_states: plane 0 was declared to be the output of layer 1, "
+                     "but is the output of layer 2", "--model", MODEL, "--device", "cpu", trust=False)
 
     def test_shifted_states(self):
         self.dump()
