@@ -30,7 +30,7 @@ SERVED = {
 
 # What --allow-unservable lets through in SpecForge's layout: drafter keys, {server: facts that differ}.
 ALLOWED = {
-    "eagle3, head norms": ({"style": "qwen3"}, {"sglang": {"head norms", "tensors"}}),
+    "eagle3, head norms": ({"style": "qwen3"}, {"sglang": {"draft model class", "head norms", "tensors"}}),
     "eagle3, normed residual": ({"norm_before_residual": True}, {"sglang": {"norm before residual"}}),
     "eagle3, norm before fc": ({"norm_before_fc": True}, {"sglang": set()}),
     "eagle3, window": ({"layer_types": [SLIDING], "sliding_window": 20}, {"sglang": {"layer 0"}}),
@@ -70,6 +70,8 @@ WHOLE = {"the whole export"}
 BROKEN = {
     "layer ids one up": ("specforge", put("eagle_config.eagle_aux_hidden_state_layer_ids", [2, 4, 7]),
                          {"sglang": {"captured layers"}}),
+    "no layers": ("specforge", put("eagle_config.use_aux_hidden_state", False), {"sglang": {"captured layers"}}),
+    "another class": ("specforge", put("architectures", ["Eagle3Qwen3ForCausalLM"]), {"sglang": {"draft model class"}}),
     "layer ids in the other numbering": ("speculators", put("eagle_aux_hidden_state_layer_ids", [1, 3, 6]),
                                          {"vllm": {"captured layers"}}),
     "layer ids left out": ("speculators", put("eagle_aux_hidden_state_layer_ids", None), {"vllm": {"captured layers"}}),

@@ -83,6 +83,8 @@ BROKEN = {
     "one layer id too few": ("zlab", put("dflash_config.target_layer_ids", [1, 2, 3, 5]), {"vllm": WHOLE, "sglang": WHOLE}),
     "theta": ("zlab", put("rope_theta", 1e6), {"vllm": {"rotary theta", "rotary angles"},
                                                "sglang": {"rotary theta", "rotary angles"}}),
+    "another class": ("zlab", put("architectures", ["DFlash2DraftModel"]), {"sglang": {"draft model class"}}),
+    "scaled logits": ("zlab", put("logit_scale", 0.5), {"vllm": {"logits"}, "sglang": set()}),
     "theta left out": ("zlab", put("rope_theta", None), {"vllm": {"rotary theta", "rotary angles"},
                                                         "sglang": {"rotary theta", "rotary angles"}}),
     "scaling": ("speculators", put("transformer_layer_config.rope_scaling", {"rope_type": "linear", "factor": 2.0}),

@@ -91,11 +91,13 @@ class Comparison:
             self.lines.append(Line(DIFFERS, fact, f"trained {trained}, runs {runs}{note and ' (' + note + ')'}"))
 
     def compare(self):
+        # A probe may build a class without asking which one the export names.
+        self.same("draft model class", self.facts["architecture"], self.facts.get("named", self.facts["architecture"]))
         self.same("layers", self.settings["num_hidden_layers"], len(self.facts["attention"]))
         for layer, served in enumerate(self.facts["attention"][:self.settings["num_hidden_layers"]]):
             self.same(f"layer {layer}", *self._layer(layer, served))
         own = words(self.facts["captured_own"])
-        self.same("captured layers", words(self.settings["target_layer_ids"]), words(self.facts["captured"]),
+        self.same("captured layers", words(self.settings["target_layer_ids"]), words(self.facts["captured"]) or "none",
                   note=f"outputs of layers; {own} in its own numbers")
         self._blocks()
         self._rotary()
@@ -106,6 +108,7 @@ class Comparison:
                   all(abs(served - eps) <= 1e-6 * eps for served in self.facts["eps"]))
         self.same("activation", "silu", self.facts["activation"])
         self.same("bias", False, self.facts["bias"])
+        self.same("logits", "the head's", self.facts.get("logits") or "the head's")
         self._vocabulary()
         self._weights()
         return self.lines

@@ -38,6 +38,14 @@ def rotary_facts(rotary):
             "rows": int(table.shape[0]), "table": rows}
 
 
+def logits_fact(processor):
+    """What is done to the head's logits; None: nothing. SGLang and vLLM name it differently."""
+    scale = getattr(processor, "logit_scale", None) or getattr(processor, "scale", None) or 1.0
+    cap = getattr(processor, "final_logit_softcapping", None) or getattr(processor, "soft_cap", None)
+    done = ([f"times {scale:g}"] if scale != 1.0 else []) + ([f"capped at {cap:g}"] if cap else [])
+    return " and ".join(done) or None
+
+
 def spoil(model):
     """Fills all weights with NaN, so that those that no tensor of the file reaches can be told."""
     for weight in model.parameters():

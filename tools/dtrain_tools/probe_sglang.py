@@ -111,8 +111,8 @@ def probe_export(target, export):
     parsed = parse_dflash_draft_config(draft_hf_config=draft.hf_config)
     facts = model_facts(model, draft.hf_config)
     captured = [int(i) for i in capture.dflash_target_layer_ids]
-    facts.update(captured=captured, captured_own=captured, ignored=ignored, quantization=draft.quantization,
-                 drafts=int(resolved_view(arguments).speculative_num_draft_tokens) - 1,
+    facts.update(named=draft.hf_config.architectures[0], captured=captured, captured_own=captured, ignored=ignored,
+                 quantization=draft.quantization, drafts=int(resolved_view(arguments).speculative_num_draft_tokens) - 1,
                  mask_token_id=mask_token(parsed, target_config))
     return facts
 
@@ -154,10 +154,12 @@ def probe_eagle3(target, export):
     captured = capture.eagle_aux_hidden_state_layer_ids
     if captured is None:  # as set_eagle3_layers_to_capture of its models has it
         captured = [1, layers // 2 - 1, layers - 4]
+    if not capture.eagle_use_aux_hidden_state:  # it then gives the drafter the last hidden state
+        captured = []
     facts = eagle3_facts(model, draft.hf_config)
     # d2t and t2d are not parameters; later layers' norm is looked for under hidden_norm alone.
     later = {f"layers.{i}.input_layernorm.weight" for i in range(1, len(model.model.layers))}
-    facts.update(captured=[int(i) for i in captured], captured_own=[int(i) for i in captured],
+    facts.update(named=draft.hf_config.architectures[0], captured=[int(i) for i in captured], captured_own=[int(i) for i in captured],
                  ignored=[name for name in ignored if name not in {"d2t", "t2d"} | later], quantization=draft.quantization)
     return facts
 
@@ -180,7 +182,8 @@ def eagle3_facts(model, hf_config):
                   "intermediate_size": first.mlp.down_proj.input_size, "fc_inputs": inner.fc.in_features,
                   "vocab_size": inner.vocab_size},
         "eps": [float(norm.variance_epsilon) for norm in (first.hidden_norm, inner.norm)],
-        "activation": getattr(hf_config, "hidden_act", "silu"), "rotary": probe.rotary_facts(attention.rotary_emb),
+        "activation": getattr(hf_config, "hidden_act", "silu"), "logits": probe.logits_fact(model.logits_processor),
+        "rotary": probe.rotary_facts(attention.rotary_emb),
         "embedding": "target", "head": "target" if model.load_lm_head_from_target else "own",
         "draft_vocab": hf_config.draft_vocab_size, "kept": None if kept is None else kept.tolist(),
         "bias": bool(getattr(hf_config, "attention_bias", False)),

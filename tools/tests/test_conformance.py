@@ -52,7 +52,7 @@ drafter:
 def served(settings):
     """What a server that does everything right would say."""
     table = {str(p): rope_row(settings, p) for p in (0, 1, 17)}
-    return {"attention": [{"window": 5, "causal": True}, {"window": None, "causal": False}],
+    return {"architecture": "DFlashDraftModel", "attention": [{"window": 5, "causal": True}, {"window": None, "causal": False}],
             "captured": [1, 3], "captured_own": [2, 4], "drafts": 5, "mask_token_id": 9, "quantization": None,
             "sizes": {"hidden_size": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate_size": 40,
                       "fc_inputs": 64, "vocab_size": 50},
@@ -89,12 +89,12 @@ class Comparing(Case):
 
     def test_every_fact_can_differ(self):
         right = served(trained.from_export(self.export, self.target))
-        changes = {"layers": ("attention", right["attention"][:1]),
+        changes = {"draft model class": ("named", "DFlash2DraftModel"), "layers": ("attention", right["attention"][:1]),
                    "layer 0": ("attention", [{"window": 4, "causal": True}, right["attention"][1]]),
                    "layer 1": ("attention", [right["attention"][0], {"window": None, "causal": True}]),
                    "captured layers": ("captured", [2, 4]), "drafts a block": ("drafts", 6),
                    "mask token": ("mask_token_id", 8), "norm epsilon": ("eps", [1e-6, 1e-5]),
-                   "activation": ("activation", "gelu"), "bias": ("bias", True), "embedding": ("embedding", "own"),
+                   "activation": ("activation", "gelu"), "logits": ("logits", "times 0.5"), "bias": ("bias", True), "embedding": ("embedding", "own"),
                    "head": ("head", "own"), "draft vocabulary": ("draft_vocab", 40),
                    "vocabulary map": ("vocabulary_map", "d2t"), "quantization": ("quantization", "fp8"),
                    "tensors": ("ignored", ["lm_head.weight"]), "weights": ("unset", ["norm.weight"])}
