@@ -1,4 +1,5 @@
-// Owns the recomputation of the teacher on a sample of a shard's positions.
+// Owns the recomputation of the teacher on a sample of positions, and what it says of a shard and of each
+// of its documents.
 #include "trainer/teacher_check.h"
 
 #include <math.h>
