@@ -149,7 +149,7 @@ static const struct structural {
     {"hidden_states has", short_features},
     {"loss_mask has", short_mask},
     {"document 3: row 5: token id 64", token_outside},
-    {"", cut_file},
+    {"truncated: the file has", cut_file},
     {"no documents", no_documents},
     {"last_hidden is missing", no_last_hidden},
     {"target_layer_ids", repeated_layer},

@@ -213,6 +213,7 @@ bool program_says(const char *path, const char *words)
 
 int program_count(const char *path, const char *words)
 {
+    BUG_UNLESS(words[0] != '\0');
     char *text = program_text(path);
     int count = 0;
     for (const char *at = text; (at = strstr(at, words)) != NULL; at++)
