@@ -388,12 +388,13 @@ uint64_t target_fingerprint(const struct target *target)
     return mix_rows(hash, &target->head);
 }
 
-// The first row with a value that is not finite, -1: there is none.
-static int64_t bad_row(const struct target_tensor *tensor)
+// The first row with a value that is not finite, -1: there is none. Rows behind the vocabulary are padding.
+static int64_t bad_row(const struct target_tensor *tensor, int64_t vocab_size)
 {
+    int64_t rows = tensor->rows < vocab_size ? tensor->rows : vocab_size;
     const float *floats = tensor->data;
     const bf16 *halves = tensor->data;
-    for (int64_t row = 0; row < tensor->rows; row++) {
+    for (int64_t row = 0; row < rows; row++) {
         int64_t first = row * tensor->columns;
         int bad = 0;
         for (int64_t i = first; i < first + tensor->columns; i++)
@@ -415,7 +416,7 @@ int target_check_finite(const struct target *target, struct error *err)
                  {"head", &target->head}};
     size_t count = target->tied ? 2 : COUNT(parts);
     for (size_t i = 0; i < count; i++) {
-        int64_t row = bad_row(parts[i].tensor);
+        int64_t row = bad_row(parts[i].tensor, target->vocab_size);
         if (row >= 0)
             return error_set(err,
                              "%s: row %" PRId64 " of the target's %s has a value that is not "

@@ -348,9 +348,9 @@ static void a_config_that_is_read_once(void **state)
     const char *const train[] = {"--config", pipe, NULL};
     const char *const sweep[] = {"sweep", "--config", pipe, "--grid", "layers=1,2", NULL};
     assert_int_equal(program_run(run_path(&fixture, "pipe.out"), train), 2);
-    run_must_say(&fixture, "pipe", "pipe: is a pipe or a device, and is read more than once");
+    run_must_say(&fixture, "pipe", "pipe: is a pipe, and is read more than once");
     assert_int_equal(program_run(run_path(&fixture, "pipe.out"), sweep), 2);
-    run_must_say(&fixture, "pipe", "pipe: is a pipe or a device, and is read more than once");
+    run_must_say(&fixture, "pipe", "pipe: is a pipe, and is read more than once");
     free(pipe);
 }
 

@@ -601,6 +601,7 @@ static void test_values_that_are_not_finite(void **state)
     float norm[HIDDEN] = {0}, embed[VOCAB * HIDDEN] = {0};
     bf16 head[VOCAB * HIDDEN] = {0};
     struct target target = {.path = (char *)"the/target",
+                            .vocab_size = VOCAB,
                             .norm = {norm, DTYPE_F32, 1, HIDDEN},
                             .embed = {embed, DTYPE_F32, VOCAB, HIDDEN},
                             .head = {head, DTYPE_BF16, VOCAB, HIDDEN}};

@@ -107,6 +107,8 @@ def check_arguments(parser, args):
     args.dtrain = args.dtrain or shutil.which("dtrain")
     if args.dtrain is None:
         parser.error("dtrain is not on PATH; give --dtrain FILE (its data check ends the import)")
+    if shutil.which(args.dtrain) is None:
+        parser.error(f"--dtrain {args.dtrain}: there is no such program")
 
 
 def take_manifest_layers(args):

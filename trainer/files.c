@@ -186,10 +186,9 @@ int files_sync_folder(const char *path, struct error *err)
 int files_check_rereadable(const char *path, struct error *err)
 {
     struct stat info;
-    if (stat(path, &info) != 0 || S_ISREG(info.st_mode) || S_ISDIR(info.st_mode))
+    if (stat(path, &info) != 0 || (!S_ISFIFO(info.st_mode) && !S_ISSOCK(info.st_mode)))
         return 0;
-    return error_set(
-        err, "%s: is a pipe or a device, and is read more than once; write it to a file", path);
+    return error_set(err, "%s: is a pipe, and is read more than once; write it to a file", path);
 }
 
 // The folder that holds a path. The caller frees.
@@ -277,13 +276,15 @@ int files_check_write(const char *path, struct error *err)
 int files_check_folder(const char *path, struct error *err)
 {
     char *there = memory_strdup(path);
-    while (!files_exists(there)) { // ends at / or at .
+    while (!files_exists(there) && strcmp(there, "/") != 0 && strcmp(there, ".") != 0) {
         char *above = folder_of(there);
         free(there);
         there = above;
     }
-    int result = files_is_folder(there) ? try_folder(there, err)
-                                        : error_set(err, "%s: is not a folder", there);
+    // What is not there then is the current folder, which may not be searched.
+    int result = files_is_folder(there) || !files_exists(there)
+                     ? try_folder(there, err)
+                     : error_set(err, "%s: is not a folder", there);
     free(there);
     return result;
 }

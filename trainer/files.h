@@ -32,7 +32,7 @@ int files_crc32c(const char *path, uint32_t *sum, struct error *err);
 int files_copy(const char *from, const char *to, struct error *err);
 // Makes the entries of a folder durable.
 int files_sync_folder(const char *path, struct error *err);
-// Refuses a pipe or a device where a file is read more than once.
+// Refuses a pipe where a file is read more than once.
 int files_check_rereadable(const char *path, struct error *err);
 // Where a command is to write, looked at before its work; nothing is left there. A file that comes by way of a second
 // one beside it; one that is opened as it is, so also a device or a pipe; a folder that is made where it is missing.

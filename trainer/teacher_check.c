@@ -24,7 +24,7 @@ enum {
     BATCH = 1024,      // positions recomputed at once
     LEAST_WORK = 512,  // positions of a shard, however large the target
     MOST_WORK = 16384,
-    MOST_NAMED = 8 // documents of a shard in words; the others are counted
+    MOST_NAMED = 8 // documents of a shard and a verdict in words; the others are counted
 };
 
 // What rounding may do to a logit n . w: bf16 rounds n (of the norm's output, and of the state before
@@ -48,7 +48,7 @@ static const double chance = 1e-3;
 // the share that a fault has at the least.
 static const double least_beyond = 0.01, fault_beyond = 0.25;
 // Of positions where the argmax is either the next token or the one that a shift by one would make it,
-// the latter are few when all is right, whatever the text: a quarter is far more than that.
+// the latter are few when all is right: a quarter is far more than that.
 static const double shift_share = 0.25;
 // A document is far below the others when even half of their rate does not explain it.
 static const double far_below = 0.5;
@@ -586,49 +586,73 @@ static void tell_agreement(FILE *out, const struct agreement *a, const struct ag
           out);
 }
 
-// Names a document that stands out. 1: it can not be sound; *warned: it may be.
-static int judge_document(const struct look *look, const struct agreement *a, bool named,
-                          bool *warned, FILE *out)
+enum verdict { SOUND, STANDS_OUT, WRONG, VERDICTS };
+
+struct judgement {
+    enum verdict verdict;
+    bool columns;          // they are what is wrong
+    int shift;             // that fits better, -1: none
+    struct agreement rest; // the other documents
+};
+
+// States that are only shifted agree about as often as those of the others do. Odd text may agree more often with a
+// shift too (where the target repeats what it reads), but then seldom at all.
+static bool shift_explains(const struct agreement *a, const struct agreement *rest, int shift)
 {
-    const struct shard *shard = look->shard;
-    struct agreement rest = look->total;
-    agreement_add(&rest, a, -1);
-    int shift = shift_of(look, a);
-    bool columns = shard->has_teacher && columns_differ(look, a, &rest);
+    double others = rest->next_seen >= LEAST_SEEN
+                        ? far_below * share(rest->next_same, rest->next_seen)
+                        : least_next;
+    return share(a->shift_same[shift], a->shift_seen[shift]) >= others;
+}
+
+static struct judgement judge_document(const struct look *look, const struct agreement *a)
+{
+    struct judgement j = {.shift = shift_of(look, a), .rest = look->total};
+    bool has_teacher = look->shard->has_teacher, unlike;
+    agreement_add(&j.rest, a, -1);
+    j.columns = has_teacher && columns_differ(look, a, &j.rest);
     // A target whose argmax is mostly the token itself, with columns that say so, is no fault of this
     // document.
-    bool unlike = shift >= 0 && (!shard->has_teacher || rest.lost[shift] > rest.gained[shift]);
-    *warned = !columns && !unlike && (shift >= 0 || is_far_below(look, a, &rest));
-    if (named && (columns || unlike || *warned)) {
-        fprintf(out, "%s: document %lld (doc_id %llu): the recomputed teacher: ", shard->path,
-                (long long)a->document, (unsigned long long)shard->doc_ids[a->document]);
-        if (columns)
-            tell_columns(out, a, &rest);
-        else
-            tell_agreement(out, a, &rest, shift, unlike);
-    }
-    return columns || unlike;
+    unlike = j.shift >= 0 && shift_explains(a, &j.rest, j.shift) &&
+             (!has_teacher || j.rest.lost[j.shift] > j.rest.gained[j.shift]);
+    if (j.columns || unlike)
+        j.verdict = WRONG;
+    else if (j.shift >= 0 || is_far_below(look, a, &j.rest))
+        j.verdict = STANDS_OUT;
+    return j;
+}
+
+static void tell_document(const struct shard *shard, const struct agreement *a,
+                          const struct judgement *j, FILE *out)
+{
+    fprintf(out, "%s: document %lld (doc_id %llu): the recomputed teacher: ", shard->path,
+            (long long)a->document, (unsigned long long)shard->doc_ids[a->document]);
+    if (j->columns)
+        tell_columns(out, a, &j->rest);
+    else
+        tell_agreement(out, a, &j->rest, j->shift, j->verdict == WRONG);
 }
 
 static int judge_documents(const struct look *look, FILE *out)
 {
-    int64_t faults = 0, warnings = 0;
+    int64_t counts[VERDICTS] = {0};
     for (int64_t i = 0; i < look->count; i++) {
-        bool warned = false;
-        faults +=
-            judge_document(look, &look->found[i], faults + warnings < MOST_NAMED, &warned, out);
-        warnings += warned;
+        struct judgement j = judge_document(look, &look->found[i]);
+        if (counts[j.verdict]++ < MOST_NAMED && j.verdict != SOUND)
+            tell_document(look->shard, &look->found[i], &j, out);
     }
     fprintf(out, "%s: %lld of %lld documents looked at one by one, at %lld positions: ",
             look->shard->path, (long long)look->count, (long long)look->shard->documents,
             (long long)look->positions);
-    if (faults + warnings == 0)
+    if (counts[SOUND] == look->count)
         fputs("none stands out\n", out);
     else
-        fprintf(out, "%lld can not be right, %lld more stand out%s\n", (long long)faults,
-                (long long)warnings,
-                faults + warnings > MOST_NAMED ? " (the first are named)" : "");
-    return faults > 0;
+        fprintf(out, "%lld can not be right, %lld more stand out%s\n", (long long)counts[WRONG],
+                (long long)counts[STANDS_OUT],
+                counts[WRONG] > MOST_NAMED || counts[STANDS_OUT] > MOST_NAMED
+                    ? " (the first of each are named)"
+                    : "");
+    return counts[WRONG] > 0;
 }
 
 // Every document of a shard at a few positions, or as many documents as the work allows, spread evenly.

@@ -135,8 +135,8 @@ def _ready_ids(entry, where):
     ids, mask = entry["input_ids"], entry.get("loss_mask")
     if mask is None:
         raise InputError(f"{where}: `input_ids` without `loss_mask`")
-    for name, values in (("input_ids", ids), ("loss_mask", mask)):
-        if not isinstance(values, list) or not all(type(v) is int for v in values):
+    for name, values, kinds in (("input_ids", ids, (int,)), ("loss_mask", mask, (int, bool))):
+        if not isinstance(values, list) or not all(type(v) in kinds for v in values):
             raise InputError(f"{where}: `{name}` must be a flat list of integers")
     if any(not -2**31 <= v < 2**31 for v in ids):
         raise InputError(f"{where}: `input_ids` holds a number that no token has")

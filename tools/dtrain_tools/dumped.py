@@ -11,7 +11,7 @@ import numpy as np
 from dtrain_tools.documents import InputError
 from dtrain_tools.shards import document_id
 
-INTEGERS = ("int64", "int32", "int16", "int8", "uint8")  # types of torch's tensors
+INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32")  # types of torch's tensors
 FLOATS = ("float32", "bfloat16", "float16")
 PIECE_VALUES = 1 << 24     # that are looked at or converted at once
 DOCUMENT_TOKENS = 1 << 20  # more than any document has
@@ -113,9 +113,9 @@ def integers_of(path, data, name):
 def mask_in(path, data, ids):
     """loss_mask, whose numbers may be of any kind. -> uint8 [S]"""
     mask = tensor_of(path, data, "loss_mask", 1)
-    if str(mask.dtype).removeprefix("torch.") not in (*INTEGERS, *FLOATS, "bool"):
+    if str(mask.dtype).removeprefix("torch.") not in (*INTEGERS, *FLOATS, "float64", "bool"):
         refuse(path, f"loss_mask: {mask.dtype}; expected numbers")
-    return mask_of(path, ids, mask.float().numpy() if mask.is_floating_point() else mask.numpy())
+    return mask_of(path, ids, mask.double().numpy() if mask.is_floating_point() else mask.numpy())
 
 
 def planes_of(path, data, planes, tokens, hidden_size):

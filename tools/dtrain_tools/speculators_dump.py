@@ -173,7 +173,7 @@ class Rows:
         column = batch.column(name)
         for row in range(len(column)):
             values = getattr(column[row], "values", column)
-            if values is column:
+            if values is column or callable(values):
                 refuse(path, f"column {name}: {column.type}; expected lists of integers")
             if values is None or values.null_count:
                 refuse(path, f"row {first + row}: column {name} is or holds a null")

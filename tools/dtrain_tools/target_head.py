@@ -48,7 +48,9 @@ def _find(files, folder, name):
 def read_target_head(folder):
     path = os.path.join(folder, "config.json")
     config = load_json(path)
-    config = config.get("text_config", config)
+    config = config.get("text_config") or config
+    if not isinstance(config, dict):
+        raise InputError(f"{path}: text_config: expected an object")
     if not isinstance(config.get("num_hidden_layers"), int):
         raise InputError(f"{path}: num_hidden_layers is missing")
     try:

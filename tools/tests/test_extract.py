@@ -260,7 +260,7 @@ class WholeRuns(Case):
 
     def test_ready_ids_are_not_touched(self):
         ids = [97, 98, tiny_llama.AB, 0, 13, 97, 98]
-        path, out = self.lines([{"input_ids": ids, "loss_mask": [0, 0, 1, 1, 0, 1, 1]}]), self.out()
+        path, out = self.lines([{"input_ids": ids, "loss_mask": [0, False, True, 1, 0, 1, 1]}]), self.out()
         with mock.patch.object(documents.Template, "_render", side_effect=AssertionError("template used")):
             status, printed = self.extract(path, out)
         self.assertEqual(status, 0, printed)
