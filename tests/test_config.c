@@ -519,6 +519,21 @@ static void warnings_name_idle_keys(void **state)
     free(file);
 }
 
+// How many warnings a config without faults gets with these four sets.
+static int warnings_with(const char *const sets[4], struct error *text)
+{
+    struct config_folder folder;
+    struct config c;
+    config_folder_open(&folder);
+    char *file = config_folder_write(&folder, "a.yaml", GOOD);
+    load(&c, file, sets, 4);
+    int count = config_warnings(&c, text);
+    config_release(&c);
+    config_folder_close(&folder);
+    free(file);
+    return count;
+}
+
 // A mode whose every choice is made by another key.
 static void a_mode_without_effect_is_named(void **state)
 {
@@ -531,19 +546,11 @@ static void a_mode_without_effect_is_named(void **state)
                  {{"mode=low", "recompute=cheap", "chunk_rows=0", "device=cpu"}, true},
                  {{"mode=low", "recompute=cheap", "chunk_rows=0", "device=auto"}, false},
                  {{"mode=low", "recompute=auto", "chunk_rows=64", "device=cpu"}, false}};
-    struct config_folder folder;
-    config_folder_open(&folder);
-    char *file = config_folder_write(&folder, "a.yaml", GOOD);
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
-        struct config c;
         struct error text = {{0}};
-        load(&c, file, cases[i].sets, 4);
-        assert_int_equal(config_warnings(&c, &text), cases[i].idle);
+        assert_int_equal(warnings_with(cases[i].sets, &text), cases[i].idle);
         assert_true((strstr(text.text, "memory.mode: has no effect") != NULL) == cases[i].idle);
-        config_release(&c);
     }
-    config_folder_close(&folder);
-    free(file);
 }
 
 // A Markov head makes of one layout that no server runs another one that some do, and the other way about.
@@ -560,21 +567,13 @@ static void what_no_layout_holds_is_said(void **state)
          "markov_rank: no layout holds it in a drafter with sliding layers"},
         {{"markov_rank=4", "drafter.kind=eagle3", "device=cpu", "device=cpu"},
          "markov_rank: no layout holds it in an eagle3 drafter"}};
-    struct config_folder folder;
-    config_folder_open(&folder);
-    char *file = config_folder_write(&folder, "a.yaml", GOOD);
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
-        struct config c;
         struct error text = {{0}};
-        load(&c, file, cases[i].sets, 4);
-        config_warnings(&c, &text);
+        warnings_with(cases[i].sets, &text);
         assert_true((strstr(text.text, "every export of it is refused") != NULL) ==
                     (cases[i].says != NULL));
         assert_true(cases[i].says == NULL || strstr(text.text, cases[i].says) != NULL);
-        config_release(&c);
     }
-    config_folder_close(&folder);
-    free(file);
 }
 
 static void widths_that_are_slow_on_a_gpu_are_said(void **state)
@@ -587,20 +586,12 @@ static void widths_that_are_slow_on_a_gpu_are_said(void **state)
                  {{"markov_rank=24", "device=auto", "predict_from_anchor=true", "epochs=1"}, false},
                  {{"markov_rank=0", "device=auto", "epochs=1", "epochs=1"}, false},
                  {{"markov_rank=27", "device=cpu", "predict_from_anchor=true", "epochs=1"}, false}};
-    struct config_folder folder;
-    config_folder_open(&folder);
-    char *file = config_folder_write(&folder, "a.yaml", GOOD);
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
-        struct config c;
         struct error text = {{0}};
-        load(&c, file, cases[i].sets, 4);
-        assert_int_equal(config_warnings(&c, &text), cases[i].says);
+        assert_int_equal(warnings_with(cases[i].sets, &text), cases[i].says);
         assert_true((strstr(text.text, "27 is no multiple of 8") != NULL) == cases[i].says);
         assert_true((strstr(text.text, "the next multiple is 32") != NULL) == cases[i].says);
-        config_release(&c);
     }
-    config_folder_close(&folder);
-    free(file);
 }
 
 static void choices_are_in_the_order_of_the_enums(void **state)

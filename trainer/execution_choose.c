@@ -77,6 +77,11 @@ static const char *choose_recompute(const struct config *config, bool cpu)
     return cpu ? "none" : "cheap"; // on a GPU cheap costs less than 1 % of a step
 }
 
+int64_t execution_threads(const struct config *config)
+{
+    return config->parallel.threads > 0 ? config->parallel.threads : sysconf(_SC_NPROCESSORS_ONLN);
+}
+
 int execution_choose(struct execution *e, const struct config *config,
                      const struct drafter_sizes *sizes, const struct backend *backend,
                      struct error *err)
@@ -93,8 +98,7 @@ int execution_choose(struct execution *e, const struct config *config,
              config->kernels.path == KERNELS_GENERIC ? "generic" : "auto");
     if (config->run.compute == COMPUTE_FP32 && config->memory.logits == LOGITS_BF16)
         return error_set(err, "memory.logits: bf16 needs run.compute: bf16");
-    e->threads =
-        config->parallel.threads > 0 ? config->parallel.threads : sysconf(_SC_NPROCESSORS_ONLN);
+    e->threads = execution_threads(config);
     backend->describe(e->hardware, sizeof(e->hardware), e->library, sizeof(e->library));
     choose_cut(e, config, sizes, cpu);
     return 0;

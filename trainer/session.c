@@ -3,7 +3,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "base/host_memory.h"
 #include "base/log.h"
@@ -21,14 +20,13 @@ static void drop_texts(struct config_texts *texts)
 // OpenBLAS asks again and again for a thread's buffer that `ulimit -v` does not leave it.
 static int check_address_space(const struct config *config, struct error *err)
 {
-    long threads =
-        config->parallel.threads > 0 ? config->parallel.threads : sysconf(_SC_NPROCESSORS_ONLN);
+    int64_t threads = execution_threads(config);
     if (host_memory_address_space((int)threads) > 0)
         return 0;
     return error_set(err,
-                     "ulimit -v leaves no address space for tensors beside libraries and %ld "
+                     "ulimit -v leaves no address space for tensors beside libraries and %lld "
                      "threads; raise it, or ask the batch system for more virtual memory",
-                     threads);
+                     (long long)threads);
 }
 
 int session_config(struct config *config, const char *file, const char *const *sets,

@@ -153,6 +153,8 @@ void *step_weights_of(const struct step *step, size_t param, enum dtype *type);
 int step_evaluate(struct step *step, const struct row *row, struct metrics *metrics,
                   struct walk *walk, walk_block_fn *visit, void *context);
 
+// Threads of the CPU backend: parallel.threads, or as many as there are cores.
+int64_t execution_threads(const struct config *config);
 // Group rows, chunk rows and recomputation that the config leaves open, and what the hardware is.
 int execution_choose(struct execution *execution, const struct config *config,
                      const struct drafter_sizes *sizes, const struct backend *backend,
