@@ -49,16 +49,14 @@ static void mlp_backward(const struct eagle3 *e, const struct backend *backend,
 {
     const struct eagle3_layer *layer = &e->layers[p->l];
     const struct eagle3_buffers *b = e->buffers;
-    // Activations that were not kept come back in the place of their gradient.
-    bool kept = p->step >= 0 && eagle3_keeps(e, RECOMPUTE_LEVEL_CHEAP);
-    void *act = kept ? p->at.act : b->dact;
+    void *act = b->dact; // comes back in the place of its gradient
     layer_input_backward(&e->ops, backend, stream, p->rows, dx, &layer->down, b->dact);
     backend->kernels->swiglu_backward(stream,
                                       &(struct swiglu){.rows = p->rows,
                                                        .width = e->options.sizes->intermediate,
                                                        .type = e->options.compute,
                                                        .gate_up = p->at.gate_up,
-                                                       .y = kept ? NULL : act,
+                                                       .y = act,
                                                        .dy = b->dact,
                                                        .dgate_up = p->at.gate_up});
     layer_weight_backward(&e->ops, backend, stream, p->rows, dx, act, &layer->down, false);

@@ -63,7 +63,7 @@ struct eagle3_pass eagle3_step_pass(const struct eagle3 *e, int64_t l, int64_t s
     p.at.rstd2 = r->rstd2 + all;
     p.at.n2 = rows_at(e, r->n2, cheap, h);
     p.at.gate_up = rows_at(e, r->gate_up, keep, 2 * s->intermediate);
-    p.at.act = rows_at(e, r->act, cheap, s->intermediate);
+    p.at.act = r->act;
     p.out = l + 1 < s->layers ? e->layers[l + 1].steps.x + all * h : b->last + all * h;
     if (step == 0)
         return p;

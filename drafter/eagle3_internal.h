@@ -20,7 +20,7 @@ struct eagle3_rows {
     float *rstd2;    // [n]
     void *n2;        // [n, H] after post_attention_layernorm
     void *gate_up;   // [n, 2 * intermediate]
-    void *act;       // [n, intermediate]
+    void *act;       // [n, intermediate] of the running step: comes back with its gradient
 };
 
 struct eagle3_layer {

@@ -175,7 +175,6 @@ static void plan_layer(struct eagle3 *e, int64_t l, struct arena *arena)
     if (eagle3_keeps(e, RECOMPUTE_LEVEL_CHEAP)) {
         r->n1 = layer_take(arena, group, l, "n1", o->compute, n, h);
         r->n2 = layer_take(arena, group, l, "n2", o->compute, n, h);
-        r->act = layer_take(arena, group, l, "act", o->compute, n, s->intermediate);
     }
 }
 
@@ -232,7 +231,9 @@ static struct eagle3_rows plan_shared(struct eagle3 *e, struct arena *arena)
     int64_t one = eagle3_capacity(e), most = larger(o->max_tokens, one), h = s->hidden;
     int64_t n = context ? most : one, q = eagle3_q(e);
     const char *group = "activations";
-    struct eagle3_rows r = {.n1 = layer_take(arena, group, -1, "n1", o->compute, most, h)};
+    struct eagle3_rows r = {
+        .n1 = layer_take(arena, group, -1, "n1", o->compute, most, h),
+        .act = layer_take(arena, group, -1, "act", o->compute, n, s->intermediate)};
     if (s->norm_before_residual && o->compute != DTYPE_F32)
         r.residual = layer_take(arena, group, -1, "residual", DTYPE_F32, most, h);
     if (!eagle3_keeps(e, RECOMPUTE_LEVEL_CHEAP))
@@ -243,10 +244,8 @@ static struct eagle3_rows plan_shared(struct eagle3 *e, struct arena *arena)
         r.mid = layer_take(arena, group, -1, "mid", DTYPE_F32, n, h);
         r.gate_up = layer_take(arena, group, -1, "gate_up", o->compute, n, 2 * s->intermediate);
     }
-    if (context || !eagle3_keeps(e, RECOMPUTE_LEVEL_CHEAP)) {
+    if (context || !eagle3_keeps(e, RECOMPUTE_LEVEL_CHEAP))
         r.n2 = layer_take(arena, group, -1, "n2", o->compute, n, h);
-        r.act = layer_take(arena, group, -1, "act", o->compute, n, s->intermediate);
-    }
     return r;
 }
 
@@ -261,10 +260,8 @@ static void use_shared(struct eagle3_rows *rows, const struct eagle3_rows *share
         rows->mid = shared->mid;
         rows->gate_up = shared->gate_up;
     }
-    if (rows->n2 == NULL) {
-        rows->n2 = shared->n2;
-        rows->act = shared->act;
-    }
+    rows->n2 = rows->n2 != NULL ? rows->n2 : shared->n2;
+    rows->act = shared->act;
 }
 
 static void plan_features(struct eagle3 *e, struct arena *arena)

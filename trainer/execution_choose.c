@@ -9,9 +9,10 @@
 enum { CPU_GROUP_ROWS = 512, CUDA_GROUP_ROWS = 8192 };
 // Of a chunk's logits. With little memory: no more than what the passes need in the same place.
 static const double cpu_chunk_bytes = 256e6, cuda_chunk_bytes = 4.1e9, low_chunk_bytes = 2.3e9;
-// EAGLE-3: the rows of a ttt_step are multiplied together, and each adds to all gradients of weights once, so
-// groups are larger. A chunk holds ttt_steps short rows of students for one of a teacher.
-enum { CUDA_EAGLE3_ROWS = 24576, LOW_POSITIONS = 1024 };
+// EAGLE-3: the rows of a ttt_step are multiplied together, so groups are larger, and where there are several they
+// are whole WAVE_POSITIONS: that many rows of 4,096 columns are 128 tiles of a product for 132 SMs. A chunk
+// holds ttt_steps short rows of students for one of a teacher.
+enum { CUDA_EAGLE3_ROWS = 24576, WAVE_POSITIONS = 1024, LOW_POSITIONS = 1024 };
 static const double eagle3_chunk_bytes = 1.6e9, low_eagle3_chunk_bytes = 0.8e9;
 
 static int64_t round_down(int64_t value, int64_t multiple)
@@ -30,11 +31,12 @@ static double chunk_bytes(const struct config *config, const struct drafter_size
     return low ? low_chunk_bytes : cuda_chunk_bytes;
 }
 
-// As few groups of so many rows at most, whole blocks, as `rows` need; as equal as they can be.
+// As few groups of so many rows at most, whole waves of positions, as `rows` need; as equal as they can be.
 static int64_t even_group(int64_t most, int64_t rows, int64_t block)
 {
-    int64_t blocks = rows / block, groups = (blocks + most / block - 1) / (most / block);
-    return groups <= 1 ? rows : (blocks + groups - 1) / groups * block;
+    int64_t wave = WAVE_POSITIONS * block, waves = (rows + wave - 1) / wave;
+    int64_t each = most > wave ? most / wave : 1, groups = (waves + each - 1) / each;
+    return rows <= most ? rows : (waves + groups - 1) / groups * wave;
 }
 
 static int64_t usual_group(const struct config *config, const struct drafter_sizes *sizes, bool cpu)
@@ -68,13 +70,15 @@ static void choose_cut(struct execution *e, const struct config *config,
     e->chunk_rows = chunk < 2 ? 2 : chunk;
 }
 
-static const char *choose_recompute(const struct config *config, bool cpu)
+static const char *choose_recompute(const struct config *config, const struct drafter_sizes *sizes,
+                                    bool cpu)
 {
     if (config->memory.recompute != RECOMPUTE_AUTO)
         return config_choice_name("memory", "recompute", config->memory.recompute);
     if (config->memory.mode == MEMORY_LOW)
         return "layer";
-    return cpu ? "none" : "cheap"; // on a GPU cheap costs less than 1 % of a step
+    // On a GPU cheap costs less than 1 % of a step; EAGLE-3's one layer has little to keep.
+    return cpu || sizes->kind == DRAFTER_EAGLE3 ? "none" : "cheap";
 }
 
 int64_t execution_threads(const struct config *config)
@@ -93,7 +97,7 @@ int execution_choose(struct execution *e, const struct config *config,
              config->run.compute == COMPUTE_BF16 ? "bf16" : "fp32");
     snprintf(e->logits, sizeof(e->logits), "%s",
              config->memory.logits == LOGITS_BF16 ? "bf16" : "fp32");
-    snprintf(e->recompute, sizeof(e->recompute), "%s", choose_recompute(config, cpu));
+    snprintf(e->recompute, sizeof(e->recompute), "%s", choose_recompute(config, sizes, cpu));
     snprintf(e->kernels, sizeof(e->kernels), "%s",
              config->kernels.path == KERNELS_GENERIC ? "generic" : "auto");
     if (config->run.compute == COMPUTE_FP32 && config->memory.logits == LOGITS_BF16)
