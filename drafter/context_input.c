@@ -9,7 +9,7 @@
 
 bool context_input_direct(const struct drafter_options *options)
 {
-    bool in_order = !options->sizes->norm_before_fc && !options->sizes->fc_norm;
+    bool in_order = !options->sizes->norm_before_fc;
     for (int64_t l = 0; l < options->sizes->features; l++)
         in_order = in_order && options->plane[l] == l;
     return in_order && !options->features.float8 && options->compute == DTYPE_BF16 &&

@@ -24,7 +24,7 @@ struct context_input {
 };
 
 // Whether the features are what fc reads as they are: the first planes in order, bf16 (both), no noise.
-// (Those of bad documents are zeros already.) Where norms are before fc they are loaded in any case.
+// (Those of bad documents are zeros already.) Where one norm is before fc they are loaded in any case.
 bool context_input_direct(const struct drafter_options *options);
 
 // All backend memory but `loaded`, which context_input_plan_loaded takes where it is needed.
