@@ -28,6 +28,7 @@ struct eagle3 {
     struct context_input input;    // of the row between context_forward and the last group
     int64_t count;                 // positions of the group in flight
     int64_t steps;                 // of ttt_steps, those that some slot of it is scored at
+    bool first_group;              // none of the row has been through the backward pass
     const struct backend *backend; // whose host memory is held; NULL: none yet
 };
 

@@ -44,38 +44,49 @@ static void add_rows(const struct backend *backend, struct stream *stream, int64
 
 // ---- one layer -----------------------------------------------------------------------------------
 
+// Of a step, unless it waits for the others.
+static void weight_backward(const struct eagle3 *e, const struct backend *backend,
+                            struct stream *stream, const struct eagle3_pass *p, const void *dout,
+                            const void *in, const struct layer_tensor *weight)
+{
+    if (p->step < 0 || !eagle3_waits(e))
+        layer_weight_backward(&e->ops, backend, stream, p->rows, dout, in, weight, false);
+}
+
 static void mlp_backward(const struct eagle3 *e, const struct backend *backend,
-                         struct stream *stream, const struct eagle3_pass *p, void *dx)
+                         struct stream *stream, const struct eagle3_pass *p)
 {
     const struct eagle3_layer *layer = &e->layers[p->l];
     const struct eagle3_buffers *b = e->buffers;
-    void *act = b->dact; // comes back in the place of its gradient
-    layer_input_backward(&e->ops, backend, stream, p->rows, dx, &layer->down, b->dact);
+    enum dtype type = e->options.compute;
+    layer_input_backward(&e->ops, backend, stream, p->rows, p->dout, &layer->down, p->dact);
     backend->kernels->swiglu_backward(stream,
                                       &(struct swiglu){.rows = p->rows,
                                                        .width = e->options.sizes->intermediate,
-                                                       .type = e->options.compute,
+                                                       .type = type,
                                                        .gate_up = p->at.gate_up,
-                                                       .y = act,
-                                                       .dy = b->dact,
+                                                       .y = p->dact, // comes back there
+                                                       .dy = p->dact,
                                                        .dgate_up = p->at.gate_up});
-    layer_weight_backward(&e->ops, backend, stream, p->rows, dx, act, &layer->down, false);
-    layer_weight_backward(&e->ops, backend, stream, p->rows, p->at.gate_up, p->at.n2,
-                          &layer->gate_up, false);
+    weight_backward(e, backend, stream, p, p->dout, p->dact, &layer->down);
+    weight_backward(e, backend, stream, p, p->at.gate_up, p->at.n2, &layer->gate_up);
     layer_input_backward(&e->ops, backend, stream, p->rows, p->at.gate_up, &layer->gate_up,
                          b->dnorm);
+    if (p->dmid != p->dout)
+        backend->copy(stream, p->dmid, p->dout,
+                      (size_t)(p->rows * e->options.sizes->hidden) * dtype_size(type));
     layer_norm_backward(&e->ops, backend, stream, p->rows, p->at.mid, DTYPE_F32, p->at.rstd2,
-                        &layer->norm2, b->dnorm, dx, true);
+                        &layer->norm2, b->dnorm, p->dmid, true);
 }
 
 // Gradients of queries, and of all keys and values that they see.
 static void attention_backward(const struct eagle3 *e, const struct backend *backend,
-                               struct stream *stream, const struct eagle3_pass *p, const void *dx)
+                               struct stream *stream, const struct eagle3_pass *p)
 {
     const struct eagle3_layer *layer = &e->layers[p->l];
     const struct eagle3_buffers *b = e->buffers;
-    layer_weight_backward(&e->ops, backend, stream, p->rows, dx, p->at.attention, &layer->o, false);
-    layer_input_backward(&e->ops, backend, stream, p->rows, dx, &layer->o, b->dattention);
+    weight_backward(e, backend, stream, p, p->dmid, p->at.attention, &layer->o);
+    layer_input_backward(&e->ops, backend, stream, p->rows, p->dmid, &layer->o, b->dattention);
     struct attention attention = eagle3_attention(e, p);
     attention.dout = b->dattention;
     attention.delta = b->delta;
@@ -97,7 +108,7 @@ static void attention_backward(const struct eagle3 *e, const struct backend *bac
 // Queries', keys' and values' gradients through norm and rotation into dqkv, side by side as far as the
 // pass has them.
 static void rotate_back(const struct eagle3 *e, const struct backend *backend,
-                        struct stream *stream, const struct eagle3_pass *p, int64_t stride)
+                        struct stream *stream, const struct eagle3_pass *p)
 {
     const struct drafter_sizes *s = e->options.sizes;
     const struct eagle3_layer *layer = &e->layers[p->l];
@@ -110,8 +121,8 @@ static void rotate_back(const struct eagle3 *e, const struct backend *backend,
                                p->places, NULL);
         rope.dy = b->dq;
         rope.dy_type = type;
-        rope.dx = b->dqkv;
-        rope.dx_stride = stride;
+        rope.dx = p->dqkv;
+        rope.dx_stride = p->dqkv_stride;
         backend->kernels->norm_rope_backward(stream, &rope);
     }
     if (!p->keys)
@@ -120,54 +131,85 @@ static void rotate_back(const struct eagle3 *e, const struct backend *backend,
                            p->places, NULL);
     rope.dy = p->dkey;
     rope.dy_type = DTYPE_F32;
-    rope.dx = layer_at_mutable(b->dqkv, type, keys);
-    rope.dx_stride = stride;
+    rope.dx = layer_at_mutable(p->dqkv, type, keys);
+    rope.dx_stride = p->dqkv_stride;
     backend->kernels->norm_rope_backward(stream, &rope);
     backend->kernels->convert(stream,
                               &(struct convert){.count = p->rows * kv,
                                                 .width = kv,
-                                                .to_stride = stride,
+                                                .to_stride = p->dqkv_stride,
                                                 .from = p->dvalue,
-                                                .to = layer_at_mutable(b->dqkv, type, keys + kv),
+                                                .to = layer_at_mutable(p->dqkv, type, keys + kv),
                                                 .from_type = DTYPE_F32,
                                                 .to_type = type});
 }
 
-// From dqkv to the layer's input, whose gradient so far is dx.
+// From dqkv to the layer's normed input, and to the embedding's part of a step that waits for no other.
 static void products_backward(const struct eagle3 *e, const struct backend *backend,
                               struct stream *stream, const struct eagle3_pass *p,
-                              const struct layer_tensor *weight, void *dx)
+                              const struct layer_tensor *weight)
 {
     const struct drafter_options *o = &e->options;
     const struct eagle3_buffers *b = e->buffers;
-    const struct layer_tensor *norm = &e->layers[p->l].norm1;
-    bool to_normed = p->queries && p->l == 0 && o->sizes->norm_before_residual;
-    layer_weight_backward(&e->ops, backend, stream, p->rows, b->dqkv, p->at.n1, weight, false);
-    if (p->l == 0)
-        add_rows(backend, stream, p->rows, weight->rows, b->dqkv, o->compute, p->token,
+    weight_backward(e, backend, stream, p, p->dqkv, p->at.n1, weight);
+    if (p->l == 0 && (p->step < 0 || !eagle3_waits(e)))
+        add_rows(backend, stream, p->rows, weight->rows, p->dqkv, o->compute, p->token,
                  b->dembed_part + (p->queries ? 0 : eagle3_q(e)), DTYPE_F32, e->input.row->tokens,
                  b->embed_qkv.rows);
-    layer_input_backward(&e->ops, backend, stream, p->rows, b->dqkv, weight, b->dnorm);
-    if (to_normed) // what attention is added to is the norm's output, too
-        add_rows(backend, stream, p->rows, o->sizes->hidden, dx, o->compute, NULL, b->dnorm,
-                 o->compute, p->rows, o->sizes->hidden);
-    layer_norm_backward(&e->ops, backend, stream, p->rows, p->at.x, DTYPE_F32, p->at.rstd1, norm,
-                        b->dnorm, dx, !to_normed);
+    backend->kernels->gemm(stream, &(struct gemm){.m = p->rows,
+                                                  .n = weight->columns,
+                                                  .k = weight->rows,
+                                                  .alpha = 1.0f,
+                                                  .a = p->dqkv,
+                                                  .lda = p->dqkv_stride,
+                                                  .b = weight->weight,
+                                                  .ldb = weight->stride,
+                                                  .c = b->dnorm,
+                                                  .a_type = o->compute,
+                                                  .b_type = o->compute,
+                                                  .c_type = o->compute});
+}
+
+// From there, and from mid, to the layer's input.
+static void input_backward(const struct eagle3 *e, const struct backend *backend,
+                           struct stream *stream, const struct eagle3_pass *p)
+{
+    const struct drafter_sizes *s = e->options.sizes;
+    void *dnorm = e->buffers->dnorm;
+    enum dtype type = e->options.compute;
+    // What attention is added to: the input, or the norm's output.
+    bool to_normed = p->queries && p->l == 0 && s->norm_before_residual;
+    bool apart = p->dx != p->dmid;
+    if (to_normed || apart)
+        add_rows(backend, stream, p->rows, s->hidden, p->dmid, type, NULL,
+                 to_normed ? dnorm : p->dx, type, p->rows, s->hidden);
+    layer_norm_backward(&e->ops, backend, stream, p->rows, p->at.x, DTYPE_F32, p->at.rstd1,
+                        &e->layers[p->l].norm1, dnorm, p->dx, apart || !to_normed);
+}
+
+// The matrix whose columns dqkv has.
+static const struct layer_tensor *joined(const struct eagle3 *e, const struct eagle3_pass *p)
+{
+    const struct eagle3_layer *layer = &e->layers[p->l];
+    return !p->queries ? &layer->kv : p->keys ? &layer->qkv : &layer->q;
+}
+
+static void to_products(const struct eagle3 *e, const struct backend *backend,
+                        struct stream *stream, const struct eagle3_pass *p)
+{
+    if (p->queries) {
+        mlp_backward(e, backend, stream, p);
+        attention_backward(e, backend, stream, p);
+    }
+    rotate_back(e, backend, stream, p);
+    products_backward(e, backend, stream, p, joined(e, p));
 }
 
 void eagle3_pass_backward(struct eagle3 *e, const struct backend *backend, struct stream *stream,
-                          const struct eagle3_pass *p, void *dx)
+                          const struct eagle3_pass *p)
 {
-    const struct eagle3_layer *layer = &e->layers[p->l];
-    const struct layer_tensor *weight = !p->queries ? &layer->kv
-                                        : p->keys   ? &layer->qkv
-                                                    : &layer->q;
-    if (p->queries) {
-        mlp_backward(e, backend, stream, p, dx);
-        attention_backward(e, backend, stream, p, dx);
-    }
-    rotate_back(e, backend, stream, p, weight->rows);
-    products_backward(e, backend, stream, p, weight, dx);
+    to_products(e, backend, stream, p);
+    input_backward(e, backend, stream, p);
 }
 
 // ---- the steps of a group ------------------------------------------------------------------------
@@ -183,23 +225,24 @@ void *eagle3_group_gradient(struct eagle3 *e)
     return e->buffers->hidden;
 }
 
-// Through the final norm of a step: dh is the gradient of what the next step read (NULL: there is none).
-// Returns the gradient of the last layer's output.
+// Through the final norm of a step: the gradient of the last layer's output comes in the place of the hidden
+// state's. dh: of what the next step read (NULL: there is none), which is added.
 static void *norm_backward(const struct eagle3 *e, const struct backend *backend,
-                           struct stream *stream, int64_t step, void *dh)
+                           struct stream *stream, int64_t step, const void *dh)
 {
     const struct drafter_options *o = &e->options;
     const struct eagle3_buffers *b = e->buffers;
     int64_t h = o->sizes->hidden, at = step * e->count;
-    void *dhidden = gradient_of_step(e, step), *dx = dhidden;
+    void *dhidden = gradient_of_step(e, step);
     if (dh != NULL && o->sizes->norm_output)
         add_rows(backend, stream, e->count, h, dh, o->compute, NULL, dhidden, o->compute, e->count,
                  h);
-    else if (dh != NULL)
-        dx = dh;
     layer_norm_backward(&e->ops, backend, stream, e->count, b->last + at * h, DTYPE_F32,
-                        b->last_rstd + at, &b->norm, dhidden, dx, dx != dhidden);
-    return dx;
+                        b->last_rstd + at, &b->norm, dhidden, dhidden, false);
+    if (dh != NULL && !o->sizes->norm_output)
+        add_rows(backend, stream, e->count, h, dh, o->compute, NULL, dhidden, o->compute, e->count,
+                 h);
+    return dhidden;
 }
 
 // The steps' own keys and values.
@@ -221,7 +264,7 @@ static void context_backward(struct eagle3 *e, const struct backend *backend, st
     for (int64_t l = e->options.sizes->layers - 1; l >= 0; l--) {
         struct eagle3_pass pass = eagle3_context_pass(e, l);
         eagle3_pass_recompute(e, backend, stream, &pass);
-        eagle3_pass_backward(e, backend, stream, &pass, e->buffers->dx_context);
+        eagle3_pass_backward(e, backend, stream, &pass);
         if (pass.queries)
             tell_final(e, true, eagle3_rest_part(l));
         if (l == 0)
@@ -232,26 +275,130 @@ static void context_backward(struct eagle3 *e, const struct backend *backend, st
     tell_final(e, true, 0);
 }
 
-void eagle3_group_backward(struct eagle3 *e, const struct backend *backend, struct stream *stream,
-                           bool last)
+// Layer by layer. Returns the gradient of step 0's input.
+static void *steps_backward(struct eagle3 *e, const struct backend *backend, struct stream *stream,
+                            bool last)
 {
     const struct drafter_options *o = &e->options;
-    const struct eagle3_buffers *b = e->buffers;
     int64_t layers = o->sizes->layers;
     void *dx = NULL;
-    BUG_UNLESS(o->training);
-    clear_own(e, backend, stream);
     for (int64_t i = e->steps - 1; i >= 0; i--) {
         dx = norm_backward(e, backend, stream, i, dx);
         if (i == 0)
             tell_final(e, last, o->params->parts - 1);
         for (int64_t l = layers - 1; l >= (i == 0 ? layers - 1 : 0); l--) {
             struct eagle3_pass pass = eagle3_step_pass(e, l, i);
+            pass.dout = pass.dmid = pass.dx = dx;
             eagle3_pass_recompute(e, backend, stream, &pass);
-            eagle3_pass_backward(e, backend, stream, &pass, dx);
+            eagle3_pass_backward(e, backend, stream, &pass);
         }
     }
-    tell_final(e, last, eagle3_rest_part(layers - 1));
+    return dx;
+}
+
+// Gradients of the embedding's part: the rows of all steps that read a token.
+static void embedding_part(const struct eagle3 *e, const struct backend *backend,
+                           struct stream *stream)
+{
+    const struct eagle3_buffers *b = e->buffers;
+    int64_t tokens = e->input.row->tokens, q = eagle3_q(e), stride = b->embed_qkv.rows;
+    struct gather_sum sum = {.rows = tokens,
+                             .width = q,
+                             .terms = e->steps,
+                             .in = b->dqkv,
+                             .in_rows = e->steps * e->count,
+                             .in_stride = stride,
+                             .in_type = e->options.compute,
+                             .from = b->readers,
+                             .from_stride = tokens,
+                             .add = !e->first_group,
+                             .out = b->dembed_part,
+                             .out_stride = stride};
+    backend->kernels->gather_sum(stream, &sum);
+    // Keys and values of step 0 are the context's.
+    sum.width = stride - q;
+    sum.terms--;
+    sum.in = layer_at(b->dqkv, e->options.compute, q);
+    sum.from += tokens;
+    sum.out += q;
+    backend->kernels->gather_sum(stream, &sum);
+}
+
+// Gradients of the layer's weights from the rows of all steps.
+static void weights_backward(const struct eagle3 *e, const struct backend *backend,
+                             struct stream *stream)
+{
+    const struct eagle3_layer *layer = &e->layers[0];
+    const struct eagle3_buffers *b = e->buffers;
+    struct eagle3_pass first = eagle3_step_pass(e, 0, 0);
+    int64_t n = e->steps * e->count, stride = b->embed_qkv.rows, h = e->options.sizes->hidden;
+    enum dtype type = e->options.compute;
+    layer_weight_backward(&e->ops, backend, stream, n, first.dout, first.dact, &layer->down, false);
+    layer_weight_backward(&e->ops, backend, stream, n, first.at.gate_up, first.at.n2,
+                          &layer->gate_up, false);
+    layer_weight_backward(&e->ops, backend, stream, n, first.dmid, first.at.attention, &layer->o,
+                          false);
+    // Keys and values of step 0 are the context's.
+    const struct {
+        const struct layer_tensor *weight;
+        int64_t row, column;
+    } parts[] = {{&layer->q, 0, 0}, {&layer->kv, e->count, eagle3_q(e)}};
+    for (size_t i = 0; i < sizeof(parts) / sizeof(*parts) && parts[i].row < n; i++)
+        backend->kernels->gemm(
+            stream,
+            &(struct gemm){.m = parts[i].weight->rows,
+                           .n = h,
+                           .k = n - parts[i].row,
+                           .transpose_a = true,
+                           .alpha = 1.0f,
+                           .beta = 1.0f,
+                           .a = layer_at(first.dqkv, type, parts[i].row * stride + parts[i].column),
+                           .lda = stride,
+                           .b = layer_at(first.at.n1, type, parts[i].row * h),
+                           .c = parts[i].weight->grad,
+                           .ldc = parts[i].weight->stride,
+                           .a_type = type,
+                           .b_type = type,
+                           .c_type = DTYPE_F32});
+}
+
+// The one layer, whose weights' gradients wait for all steps. Returns the gradient of step 0's input.
+static void *waiting_steps_backward(struct eagle3 *e, const struct backend *backend,
+                                    struct stream *stream, bool last)
+{
+    bool norm_output = e->options.sizes->norm_output;
+    struct eagle3_pass pass;
+    for (int64_t i = e->steps - 1; i >= 0; i--) {
+        // What the next step read is the norm's output, or its input.
+        if (norm_output || i == e->steps - 1)
+            norm_backward(e, backend, stream, i, NULL);
+        if (!norm_output && i > 0)
+            norm_backward(e, backend, stream, i - 1, NULL);
+        if (i == 0)
+            tell_final(e, last, e->options.params->parts - 1);
+        pass = eagle3_step_pass(e, 0, i);
+        eagle3_pass_recompute(e, backend, stream, &pass);
+        to_products(e, backend, stream, &pass);
+        if (i > 0)
+            input_backward(e, backend, stream, &pass);
+    }
+    weights_backward(e, backend, stream);
+    embedding_part(e, backend, stream);
+    input_backward(e, backend, stream, &pass); // of step 0, over mid's gradient
+    return pass.dx;
+}
+
+void eagle3_group_backward(struct eagle3 *e, const struct backend *backend, struct stream *stream,
+                           bool last)
+{
+    const struct drafter_options *o = &e->options;
+    const struct eagle3_buffers *b = e->buffers;
+    BUG_UNLESS(o->training);
+    clear_own(e, backend, stream);
+    void *dx = eagle3_waits(e) ? waiting_steps_backward(e, backend, stream, last)
+                               : steps_backward(e, backend, stream, last);
+    e->first_group = false;
+    tell_final(e, last, eagle3_rest_part(o->sizes->layers - 1));
     add_rows(backend, stream, e->count, o->sizes->hidden, dx, o->compute, b->position,
              b->dx_context, o->compute, e->input.row->tokens, o->sizes->hidden);
     if (last)

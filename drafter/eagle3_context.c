@@ -228,8 +228,9 @@ static void clear_gradients(const struct eagle3 *e, const struct backend *backen
         backend->zero(stream, e->layers[l].dkey, keys);
         backend->zero(stream, e->layers[l].dvalue, keys);
     }
-    backend->zero(stream, e->buffers->dembed_part,
-                  tokens * (size_t)e->buffers->embed_qkv.rows * sizeof(float));
+    if (!eagle3_waits(e)) // else the first group overwrites it
+        backend->zero(stream, e->buffers->dembed_part,
+                      tokens * (size_t)e->buffers->embed_qkv.rows * sizeof(float));
     backend->zero(stream, e->buffers->dx_context,
                   tokens * (size_t)o->sizes->hidden * dtype_size(o->compute));
 }
@@ -250,4 +251,5 @@ void eagle3_context_forward(struct eagle3 *e, const struct backend *backend, str
     }
     if (o->training)
         clear_gradients(e, backend, stream);
+    e->first_group = true;
 }

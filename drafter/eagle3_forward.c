@@ -32,6 +32,24 @@ static float *first_input(const struct eagle3 *e, int64_t step)
     return e->layers[0].steps.x + (each ? step * size : 0);
 }
 
+// Where gradients of a step are. Where those of weights wait for all steps: the gradient of a step's output over
+// that of its hidden state, and x's with the step before, whose output it was; of step 0 over mid's.
+static void backward_places(const struct eagle3 *e, struct eagle3_pass *p)
+{
+    const struct eagle3_buffers *b = e->buffers;
+    int64_t h = e->options.sizes->hidden, q = eagle3_q(e), kv = eagle3_kv(e);
+    bool waits = eagle3_waits(e);
+    int64_t at = waits ? p->step * e->count : 0;
+    p->dact = rows_at(e, b->dact, at, e->options.sizes->intermediate);
+    p->dqkv = rows_at(e, b->dqkv, at, q + 2 * kv);
+    p->dqkv_stride = waits || p->keys ? q + 2 * kv : q;
+    if (!waits)
+        return;
+    p->dout = rows_at(e, b->hidden, at, h);
+    p->dmid = rows_at(e, b->dmid, at, h);
+    p->dx = p->step > 0 ? rows_at(e, b->hidden, at - e->count, h) : p->dmid;
+}
+
 struct eagle3_pass eagle3_step_pass(const struct eagle3 *e, int64_t l, int64_t step)
 {
     const struct drafter_sizes *s = e->options.sizes;
@@ -41,7 +59,7 @@ struct eagle3_pass eagle3_step_pass(const struct eagle3 *e, int64_t l, int64_t s
     int64_t h = s->hidden, q = eagle3_q(e), kv = eagle3_kv(e), at = step * e->count;
     int64_t all = e->options.training ? at : 0;
     int64_t keep = eagle3_keeps(e, RECOMPUTE_LEVEL_LAYER) ? at : 0;
-    int64_t cheap = eagle3_keeps(e, RECOMPUTE_LEVEL_CHEAP) ? at : 0;
+    int64_t norms = eagle3_keeps(e, RECOMPUTE_LEVEL_CHEAP) || eagle3_waits(e) ? at : 0;
     struct eagle3_pass p = {.l = l,
                             .step = step,
                             .rows = e->count,
@@ -53,7 +71,7 @@ struct eagle3_pass eagle3_step_pass(const struct eagle3 *e, int64_t l, int64_t s
                             .end = b->step_end + at};
     p.at.x = l == 0 ? first_input(e, step) : r->x + all * h;
     p.at.rstd1 = r->rstd1 + all;
-    p.at.n1 = rows_at(e, r->n1, cheap, h);
+    p.at.n1 = rows_at(e, r->n1, norms, h);
     p.at.residual = r->residual;
     p.at.q_raw = rows_at(e, r->q_raw, keep, q);
     p.at.q = rows_at(e, r->q, keep, q);
@@ -61,10 +79,12 @@ struct eagle3_pass eagle3_step_pass(const struct eagle3 *e, int64_t l, int64_t s
     p.at.lse = r->lse + all * s->heads;
     p.at.mid = r->mid + keep * h;
     p.at.rstd2 = r->rstd2 + all;
-    p.at.n2 = rows_at(e, r->n2, cheap, h);
+    p.at.n2 = rows_at(e, r->n2, norms, h);
     p.at.gate_up = rows_at(e, r->gate_up, keep, 2 * s->intermediate);
     p.at.act = r->act;
     p.out = l + 1 < s->layers ? e->layers[l + 1].steps.x + all * h : b->last + all * h;
+    if (e->options.training)
+        backward_places(e, &p);
     if (step == 0)
         return p;
     int64_t own = (step - 1) * e->count;
@@ -83,6 +103,7 @@ struct eagle3_pass eagle3_context_pass(const struct eagle3 *e, int64_t l)
     const struct eagle3_layer *layer = &e->layers[l];
     const struct eagle3_buffers *b = e->buffers;
     bool last = l == e->options.sizes->layers - 1;
+    int64_t q = eagle3_q(e), kv = eagle3_kv(e);
     return (struct eagle3_pass){.l = l,
                                 .step = -1,
                                 .rows = e->input.row->tokens,
@@ -94,8 +115,14 @@ struct eagle3_pass eagle3_context_pass(const struct eagle3 *e, int64_t l)
                                 .begin = layer->sliding ? b->begin_sliding : b->begin_full,
                                 .end = b->end,
                                 .out = last ? NULL : e->layers[l + 1].context.x,
+                                .dact = b->dact,
+                                .dqkv = b->dqkv,
+                                .dqkv_stride = last ? 2 * kv : q + 2 * kv,
                                 .dkey = layer->dkey,
-                                .dvalue = layer->dvalue};
+                                .dvalue = layer->dvalue,
+                                .dout = b->dx_context,
+                                .dmid = b->dx_context,
+                                .dx = b->dx_context};
 }
 
 // ---- one layer -----------------------------------------------------------------------------------
@@ -338,6 +365,21 @@ void eagle3_pass_recompute(struct eagle3 *e, const struct backend *backend, stru
 
 // ---- the steps of a group ------------------------------------------------------------------------
 
+// For each step and token the row that reads its embedding.
+static void group_readers(struct eagle3 *e, const struct backend *backend, struct stream *stream)
+{
+    const struct eagle3_buffers *b = e->buffers;
+    int64_t tokens = e->input.row->tokens;
+    for (int64_t i = 0, r = 0; i < e->steps; i++) {
+        int32_t *reader = b->h_readers + i * tokens;
+        for (int64_t t = 0; t < tokens; t++)
+            reader[t] = -1;
+        for (int64_t k = 0; k < e->count; k++, r++)
+            reader[b->h_group[r]] = (int32_t)r; // its token
+        backend->copy_in(stream, b->readers + i * tokens, reader, (size_t)tokens * sizeof(*reader));
+    }
+}
+
 // What each step of each position reads.
 static void group_inputs(struct eagle3 *e, const struct backend *backend, struct stream *stream,
                          const int32_t *anchors)
@@ -365,6 +407,8 @@ static void group_inputs(struct eagle3 *e, const struct backend *backend, struct
     backend->copy_in(stream, b->step_sliding, sliding, bytes);
     backend->copy_in(stream, b->step_end, end, bytes);
     backend->copy_in(stream, b->position, position, (size_t)count * sizeof(int32_t));
+    if (eagle3_waits(e))
+        group_readers(e, backend, stream);
 }
 
 void eagle3_step_input(const struct eagle3 *e, const struct backend *backend, struct stream *stream)

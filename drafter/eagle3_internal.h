@@ -59,18 +59,22 @@ struct eagle3_buffers {
     float *last;       // [steps, count, H] output of the last layer; scoring: [count, H]
     float *last_rstd;  // [steps, count]
     void *hidden;      // [steps, count, H] after the final norm; then its gradient and that of h
-    // backward, for rows of a step or of the context
+    // backward, for rows of a step or of the context; dact, dmid and dqkv where gradients of weights wait
+    // for all steps: [steps, count]
     void *dnorm;          // [n, H]
     void *dact;           // [n, intermediate]
+    void *dmid;           // [steps, count, H]; only there
     void *dattention;     // [n, q]
     void *dq;             // [n, q]
     void *dqkv;           // [n, q + 2 kv]
+    int32_t *readers;     // [steps, T] row of dqkv that reads a token's embedding; only there
     float *delta;         // [n, heads]
     float *dkey, *dvalue; // fp32 [layers, steps - 1, count, kv] of the steps' own keys
     float *norm_scratch;
     // host
     int32_t *h_context; // [6, T]
     int32_t *h_group;   // [6, group_rows]
+    int32_t *h_readers; // as readers
 };
 
 // One layer on the rows of a step or of the context.
@@ -81,8 +85,14 @@ struct eagle3_pass {
     bool keys;    // false: step 0, whose keys and values are the context's
     struct eagle3_rows at;
     const int32_t *token, *places, *begin, *end;
-    float *out;           // [rows, H]
+    float *out; // [rows, H]
+    // backward
+    void *dact;          // [rows, intermediate]
+    void *dqkv;          // [rows], those of q, keys and values that the pass has, dqkv_stride apart
+    int64_t dqkv_stride; // elements
     float *dkey, *dvalue; // fp32 [rows, kv]
+    // gradients of out, mid and x, which is added to unless it is mid's; they may be one
+    void *dout, *dmid, *dx;
 };
 
 struct eagle3_pass eagle3_step_pass(const struct eagle3 *e, int64_t l, int64_t step);
@@ -92,9 +102,9 @@ void eagle3_pass_forward(struct eagle3 *e, const struct backend *backend, struct
 // Brings back what the recompute level (the context: as RECOMPUTE_LEVEL_LAYER) did not keep.
 void eagle3_pass_recompute(struct eagle3 *e, const struct backend *backend, struct stream *stream,
                            const struct eagle3_pass *pass);
-// dx [rows, H]: gradient of out, becomes that of x. Without queries nothing is read, and x's is added.
+// Without queries dout and dmid are not read, and dx is added to.
 void eagle3_pass_backward(struct eagle3 *e, const struct backend *backend, struct stream *stream,
-                          const struct eagle3_pass *pass, void *dx);
+                          const struct eagle3_pass *pass);
 // Its attention over the context, and over the own keys of the steps up to its own.
 struct attention eagle3_attention(const struct eagle3 *e, const struct eagle3_pass *pass);
 struct diagonal eagle3_diagonal(const struct eagle3 *e, const struct eagle3_pass *pass);
@@ -126,5 +136,8 @@ struct layer_tensor eagle3_columns(const struct drafter_options *options,
 int64_t eagle3_capacity(const struct eagle3 *e);
 // Whether each step keeps its own of what is computed again from this level on.
 bool eagle3_keeps(const struct eagle3 *e, enum recompute_level level);
+// Whether gradients of weights wait for all steps of a group, to be one product each: what they are made of is
+// kept so long. With one layer that is little more than is kept anyway.
+bool eagle3_waits(const struct eagle3 *e);
 
 #endif

@@ -26,6 +26,11 @@ bool eagle3_keeps(const struct eagle3 *e, enum recompute_level level)
     return e->options.training && e->options.recompute < level;
 }
 
+bool eagle3_waits(const struct eagle3 *e)
+{
+    return e->options.sizes->layers == 1 && eagle3_keeps(e, RECOMPUTE_LEVEL_LAYER);
+}
+
 struct layer_tensor eagle3_columns(const struct drafter_options *o, struct layer_tensor matrix,
                                    int64_t first)
 {
@@ -142,6 +147,8 @@ static void plan_context(struct eagle3 *e, struct arena *arena)
         b->dembed_part = layer_take(arena, group, -1, "dembed_part", DTYPE_F32, t, qkv);
         b->dx_context = layer_take(arena, group, -1, "dx_context", o->compute, t, s->hidden);
     }
+    if (eagle3_waits(e))
+        b->readers = layer_take(arena, group, -1, "readers", DTYPE_I32, s->ttt_steps, t);
     for (int64_t l = 0; l < s->layers; l++)
         plan_context_layer(e, l, arena);
 }
@@ -228,8 +235,9 @@ static struct eagle3_rows plan_shared(struct eagle3 *e, struct arena *arena)
     const struct drafter_options *o = &e->options;
     const struct drafter_sizes *s = o->sizes;
     bool context = s->layers > 1;
-    int64_t one = eagle3_capacity(e), most = larger(o->max_tokens, one), h = s->hidden;
-    int64_t n = context ? most : one, q = eagle3_q(e);
+    int64_t one = eagle3_capacity(e), all = eagle3_waits(e) ? o->group_rows : one;
+    int64_t most = larger(o->max_tokens, all), n = context ? most : one, h = s->hidden;
+    int64_t q = eagle3_q(e);
     const char *group = "activations";
     struct eagle3_rows r = {
         .n1 = layer_take(arena, group, -1, "n1", o->compute, most, h),
@@ -245,7 +253,7 @@ static struct eagle3_rows plan_shared(struct eagle3 *e, struct arena *arena)
         r.gate_up = layer_take(arena, group, -1, "gate_up", o->compute, n, 2 * s->intermediate);
     }
     if (context || !eagle3_keeps(e, RECOMPUTE_LEVEL_CHEAP))
-        r.n2 = layer_take(arena, group, -1, "n2", o->compute, n, h);
+        r.n2 = layer_take(arena, group, -1, "n2", o->compute, context ? n : all, h);
     return r;
 }
 
@@ -287,16 +295,20 @@ static void plan_backward(struct eagle3 *e, struct arena *arena)
     const struct drafter_options *o = &e->options;
     const struct drafter_sizes *s = o->sizes;
     struct eagle3_buffers *b = e->buffers;
+    bool waits = eagle3_waits(e);
     int64_t one = eagle3_capacity(e), most = larger(o->max_tokens, one), h = s->hidden;
     int64_t n = s->layers > 1 ? most : one, q = eagle3_q(e), kv = eagle3_kv(e);
+    int64_t all = waits ? o->group_rows : n;
     int64_t widest = larger(s->norm_before_fc ? s->features * h : h, s->head_dim);
     int64_t own = s->ttt_steps > 1 ? s->layers * one * (s->ttt_steps - 1) : 1;
     const char *group = "backward";
     b->dnorm = layer_take(arena, group, -1, "dnorm", o->compute, most, h);
-    b->dact = layer_take(arena, group, -1, "dact", o->compute, n, s->intermediate);
+    b->dact = layer_take(arena, group, -1, "dact", o->compute, all, s->intermediate);
     b->dattention = layer_take(arena, group, -1, "dattention", o->compute, n, q);
     b->dq = layer_take(arena, group, -1, "dq", o->compute, n, q);
-    b->dqkv = layer_take(arena, group, -1, "dqkv", o->compute, most, q + 2 * kv);
+    b->dqkv = layer_take(arena, group, -1, "dqkv", o->compute, larger(most, all), q + 2 * kv);
+    if (waits)
+        b->dmid = layer_take(arena, group, -1, "dmid", o->compute, all, h);
     b->delta = layer_take(arena, group, -1, "delta", DTYPE_F32, n, s->heads);
     b->dkey = layer_take(arena, group, -1, "dk", DTYPE_F32, own, kv);
     b->dvalue = layer_take(arena, group, -1, "dv", DTYPE_F32, own, kv);
@@ -325,6 +337,8 @@ void eagle3_open(struct eagle3 *e, const struct backend *backend, struct stream 
     context_input_open(&e->input, o, backend);
     e->buffers->h_context = backend->host_alloc(tokens * 6 * sizeof(int32_t));
     e->buffers->h_group = backend->host_alloc((size_t)o->group_rows * 6 * sizeof(int32_t));
+    e->buffers->h_readers =
+        backend->host_alloc(tokens * (size_t)o->sizes->ttt_steps * sizeof(int32_t));
     layer_fill_rope(o->sizes, e->ops.table_rows, backend, stream, e->buffers->cos, e->buffers->sin);
     for (int64_t i = 0; i < o->max_tokens; i++)
         e->buffers->h_context[i] = (int32_t)i;
@@ -338,6 +352,7 @@ void eagle3_close(struct eagle3 *e)
     if (e->backend != NULL) {
         e->backend->host_free(e->buffers->h_context);
         e->backend->host_free(e->buffers->h_group);
+        e->backend->host_free(e->buffers->h_readers);
     }
     free(e->buffers);
     free(e->layers);

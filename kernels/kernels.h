@@ -33,6 +33,7 @@ extern "C" {
     X(scatter_rows)                                                                                \
     X(add_rows)                                                                                    \
     X(sum_rows)                                                                                    \
+    X(gather_sum)                                                                                  \
     X(clear_rows)                                                                                  \
     X(context_load)                                                                                \
     X(attention_forward)                                                                           \

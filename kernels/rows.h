@@ -58,6 +58,20 @@ struct sum_rows {
     int64_t in_rows, out_rows;
 };
 
+// out[r, :] = or (add) += in[from[0, r], :] + in[from[1, r], :] + ..., in fp32, in this order; a negative
+// number stands for no row. Without any, rows of out become 0 or (add) stay.
+struct gather_sum {
+    int64_t rows, width, terms;
+    const void *in; // [in_rows, width], rows in_stride elements apart
+    int64_t in_rows, in_stride;
+    enum dtype in_type;
+    const int32_t *from; // [terms, rows], terms from_stride numbers apart, each below in_rows
+    int64_t from_stride;
+    bool add;
+    float *out; // [rows, width], rows out_stride elements apart
+    int64_t out_stride;
+};
+
 // x[r, :] = 0 where scale[r] is 0, whatever it was; other rows stay.
 struct clear_rows {
     int64_t rows, width;
@@ -93,12 +107,14 @@ typedef void gather_rows_fn(struct stream *stream, const struct gather_rows *op)
 typedef void scatter_rows_fn(struct stream *stream, const struct scatter_rows *op);
 typedef void add_rows_fn(struct stream *stream, const struct add_rows *op);
 typedef void sum_rows_fn(struct stream *stream, const struct sum_rows *op);
+typedef void gather_sum_fn(struct stream *stream, const struct gather_sum *op);
 typedef void clear_rows_fn(struct stream *stream, const struct clear_rows *op);
 typedef void context_load_fn(struct stream *stream, const struct context_load *op);
 gather_rows_fn gather_rows_cpu, gather_rows_cuda;
 scatter_rows_fn scatter_rows_cpu, scatter_rows_cuda;
 add_rows_fn add_rows_cpu, add_rows_cuda;
 sum_rows_fn sum_rows_cpu, sum_rows_cuda;
+gather_sum_fn gather_sum_cpu, gather_sum_cuda;
 clear_rows_fn clear_rows_cpu, clear_rows_cuda;
 context_load_fn context_load_cpu, context_load_cuda;
 

@@ -107,6 +107,23 @@ void sum_rows_cpu(struct stream *stream, const struct sum_rows *op)
     }
 }
 
+void gather_sum_cpu(struct stream *stream, const struct gather_sum *op)
+{
+#pragma omp parallel for num_threads(team(stream, op->rows * op->width)) schedule(static)
+    for (int64_t row = 0; row < op->rows; row++) {
+        float *out = op->out + row * op->out_stride;
+        if (!op->add)
+            memset(out, 0, (size_t)op->width * sizeof(*out));
+        for (int64_t j = 0; j < op->terms; j++) {
+            int64_t from = op->from[j * op->from_stride + row];
+            BUG_UNLESS(from < op->in_rows);
+            if (from >= 0)
+                add_row(out, DTYPE_F32, row_at(op->in, op->in_type, from, op->in_stride),
+                        op->in_type, op->width);
+        }
+    }
+}
+
 void clear_rows_cpu(struct stream *stream, const struct clear_rows *op)
 {
     (void)stream; // few rows are cleared

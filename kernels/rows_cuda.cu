@@ -1,4 +1,4 @@
-// Owns moving rows on CUDA: gather, scatter, add, sum, clear, loading context features.
+// Owns moving rows on CUDA: gather, scatter, add, sums, clear, loading context features.
 #include "kernels/rows.h"
 
 #include <string.h>
@@ -277,6 +277,82 @@ void sum_rows_cuda(struct stream *stream, const struct sum_rows *op)
         sum_launch<N>(stream, op);
     else
         sum_launch<1>(stream, op);
+}
+
+// Whether row r has a term.
+static __device__ __forceinline__ bool has_terms(const struct gather_sum &op, int64_t row)
+{
+    bool any = false;
+    for (int j = 0; j < (int)op.terms; j++)
+        any = any || op.from[j * op.from_stride + row] >= 0;
+    return any;
+}
+
+// One row of out, by the CTA: a thread has TOGETHER packs, and those of all of them are on their way for a term.
+template <typename In, int N>
+static __global__ void __launch_bounds__(MOST_THREADS) gather_sum_kernel(struct gather_sum op)
+{
+    int64_t row = blockIdx.x, step = (int64_t)blockDim.x * N;
+    float *out = op.out + row * op.out_stride;
+    if (op.add && !has_terms(op, row))
+        return;
+    for (int64_t first = threadIdx.x * N; first < op.width; first += TOGETHER * step) {
+        float sum[TOGETHER][N];
+#pragma unroll
+        for (int t = 0; t < TOGETHER; t++) {
+            struct pack<float, N> before = pack_zero<float, N>();
+            if (op.add && first + t * step < op.width)
+                before = pack_load<N>(out + first + t * step);
+#pragma unroll
+            for (int i = 0; i < N; i++)
+                sum[t][i] = pack_value(before, i);
+        }
+#pragma unroll 2
+        for (int j = 0; j < (int)op.terms; j++) {
+            int64_t from = op.from[j * op.from_stride + row];
+            bug_unless(from < op.in_rows);
+            if (from < 0)
+                continue;
+            const In *in = (const In *)op.in + from * op.in_stride + first;
+            struct pack<In, N> term[TOGETHER];
+#pragma unroll
+            for (int t = 0; t < TOGETHER; t++)
+                term[t] =
+                    first + t * step < op.width ? pack_load<N>(in + t * step) : pack_zero<In, N>();
+#pragma unroll
+            for (int t = 0; t < TOGETHER; t++)
+#pragma unroll
+                for (int i = 0; i < N; i++)
+                    sum[t][i] += pack_value(term[t], i);
+        }
+#pragma unroll
+        for (int t = 0; t < TOGETHER; t++)
+            if (first + t * step < op.width)
+                store_values<N>(out + first + t * step, sum[t]);
+    }
+}
+
+template <typename In>
+static void gather_sum_launch(struct stream *stream, const struct gather_sum *op)
+{
+    unsigned grid = grid_size(op->rows);
+    enum { N = pack_of<float, In>::N };
+    if (in_packs(op->in, op->out, op->in_stride, op->width, N) && packs_in(op->out_stride, N))
+        gather_sum_kernel<In, N><<<grid, row_threads(op->width, N), 0, stream->cuda>>>(*op);
+    else
+        gather_sum_kernel<In, 1><<<grid, row_threads(op->width, 1), 0, stream->cuda>>>(*op);
+    launch_check();
+}
+
+// One CTA a row.
+void gather_sum_cuda(struct stream *stream, const struct gather_sum *op)
+{
+    if (op->rows == 0 || op->width == 0)
+        return;
+    if (is_bf16(op->in_type))
+        gather_sum_launch<bf16_t>(stream, op);
+    else
+        gather_sum_launch<float>(stream, op);
 }
 
 template <typename T>

@@ -230,6 +230,16 @@ const struct kernel_case kernel_cases[] = {
     {"sum_rows", {1031, 256, 300, 4096}, DTYPE_F32, CASE_SCALED, 2913, SUM_F32(24)},
     {"sum_rows", {97, 264, 5, 7}, DTYPE_F32, CASE_SCALED | CASE_UNALIGNED, 2914, SUM_F32(8)},
 
+    {"gather_sum", {1, 1, 1, 1}, DTYPE_F32, 0, 3220, ROW_F32},
+    {"gather_sum", {7, 513, 3, 15}, DTYPE_F32, CASE_ADD | CASE_STRIDED, 3221, ROW_F32},
+    {"gather_sum", {7, 29, 0, 3}, DTYPE_F32, 0, 3222, ROW_F32},
+    {"gather_sum", {7, 29, 0, 3}, DTYPE_BF16, CASE_ADD, 3223, ROW_F32},
+    {"gather_sum", {33, 264, 7, 60}, DTYPE_BF16, 0, 3224, ROW_F32},
+    {"gather_sum", {130, 4096, 7, 300}, DTYPE_BF16, CASE_ADD | CASE_STRIDED, 3225, ROW_F32},
+    {"gather_sum", {19, 2048, 16, 40}, DTYPE_BF16, CASE_STRIDED, 3226, ROW_F32},
+    {"gather_sum", {9, 264, 2, 9}, DTYPE_BF16, CASE_ADD | CASE_UNALIGNED, 3227, ROW_F32},
+    {"gather_sum", {9, 5, 16, 9}, DTYPE_F32, CASE_UNALIGNED, 3228, ROW_F32},
+
     {"clear_rows", {1, 1}, DTYPE_F32, 0, 2920, EXACT},
     {"clear_rows", {7, 513}, DTYPE_F32, CASE_NOT_FINITE, 2921, EXACT},
     {"clear_rows", {61, 4104}, DTYPE_BF16, CASE_STRIDED | CASE_NOT_FINITE, 2922, EXACT},

@@ -176,7 +176,9 @@ static void cuts_change_nothing(void **state)
         for (size_t i = 0; i < sizeof(cuts) / sizeof(*cuts); i++) {
             float *got = gradients_with(&variants[v], cuts[i], &loss);
             assert_true(fabs(loss - want_loss) <= 1e-5 * fabs(want_loss));
-            step_fixture_compare(&f, got, want, i < 3 ? 2e-5 : 0.0, cuts[i]);
+            // Whole layers are computed again step by step; else one layer's steps are added up together.
+            bool exact = i == 3 || (i == 4 && f.sizes.layers > 1);
+            step_fixture_compare(&f, got, want, exact ? 0.0 : 2e-5, cuts[i]);
             free(got);
         }
         free(want);

@@ -715,6 +715,7 @@ static const struct kernel_op ops[] = {
     {"scatter_rows", scatter_build, scatter_expect, scatter_call, no_flops},
     {"add_rows", add_rows_build, add_rows_expect, add_rows_call, no_flops},
     {"sum_rows", sum_rows_build, sum_rows_expect, sum_rows_call, no_flops},
+    {"gather_sum", gather_sum_build, gather_sum_expect, gather_sum_call, no_flops},
     {"clear_rows", clear_rows_build, clear_rows_expect, clear_rows_call, no_flops},
     {"context_load", context_build, context_expect, context_call, no_flops},
     {"attention_forward", attention_build, attention_expect, attention_call, attention_flops},

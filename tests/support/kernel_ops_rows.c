@@ -83,6 +83,56 @@ void sum_rows_call(const struct kernel_case *c, struct kernel_run *run)
     run->backend->kernels->sum_rows(run->stream, &op);
 }
 
+// gather_sum: rows, width, terms, in_rows; ADD, STRIDED. A third of the terms is none, and every fifth row has none.
+void gather_sum_build(const struct kernel_case *c, struct kernel_run *run)
+{
+    int64_t rows = c->shape[0], width = c->shape[1], terms = c->shape[2];
+    int64_t apart = has(c, CASE_STRIDED) ? 8 : 0;
+    run_add_normal(run, "in", TENSOR_IN, c->type, c->shape[3], width, 1.0)->stride += 2 * apart;
+    struct kernel_tensor *from =
+        run_add(run, "from", TENSOR_IN, DTYPE_I32, terms > 0 ? terms : 1, rows);
+    from->stride += apart;
+    for (int64_t i = 0; i < from->rows * rows; i++)
+        from->value[i] = i % rows % 5 == 4 || run_below(run, 3) == 0
+                             ? -1.0
+                             : (double)run_below(run, c->shape[3]);
+    run_add_normal(run, "out", has(c, CASE_ADD) ? TENSOR_CHANGED : TENSOR_OUT, DTYPE_F32, rows,
+                   width, 1.0)
+        ->stride += apart;
+}
+
+void gather_sum_expect(const struct kernel_case *c, struct kernel_run *run)
+{
+    int64_t rows = c->shape[0], width = c->shape[1];
+    const struct kernel_tensor *out = run_find(run, "out");
+    const double *in = run_value(run, "in"), *from = run_value(run, "from");
+    for (int64_t i = 0; i < rows * width; i++) {
+        double sum = has(c, CASE_ADD) ? out->value[i] : 0.0;
+        for (int64_t j = 0; j < c->shape[2]; j++) {
+            int64_t row = (int64_t)from[j * rows + i / width];
+            sum += row >= 0 ? in[row * width + i % width] : 0.0;
+        }
+        out->expected[i] = sum;
+    }
+}
+
+void gather_sum_call(const struct kernel_case *c, struct kernel_run *run)
+{
+    struct gather_sum op = {.rows = c->shape[0],
+                            .width = c->shape[1],
+                            .terms = c->shape[2],
+                            .in = run_device(run, "in"),
+                            .in_rows = c->shape[3],
+                            .in_stride = run_stride(run, "in"),
+                            .in_type = c->type,
+                            .from = run_device(run, "from"),
+                            .from_stride = run_stride(run, "from"),
+                            .add = has(c, CASE_ADD),
+                            .out = run_device(run, "out"),
+                            .out_stride = run_stride(run, "out")};
+    run->backend->kernels->gather_sum(run->stream, &op);
+}
+
 // clear_rows: rows, width; STRIDED, NOT_FINITE
 void clear_rows_build(const struct kernel_case *c, struct kernel_run *run)
 {
