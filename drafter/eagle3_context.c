@@ -27,30 +27,71 @@ static void fc_forward(const struct eagle3 *e, const struct backend *backend, st
                                                   .c_type = DTYPE_F32});
 }
 
+// Of fc without a norm before it.
 static void fc_backward(const struct eagle3 *e, const struct backend *backend,
-                        struct stream *stream, const void *in, int64_t stride,
-                        const struct layer_tensor *fc)
+                        struct stream *stream)
 {
+    const struct eagle3_buffers *b = e->buffers;
     enum dtype type = e->options.compute;
-    backend->kernels->gemm(stream, &(struct gemm){.m = fc->rows,
-                                                  .n = fc->columns,
+    backend->kernels->gemm(stream, &(struct gemm){.m = b->fc.rows,
+                                                  .n = b->fc.columns,
                                                   .k = e->input.row->tokens,
                                                   .transpose_a = true,
                                                   .alpha = 1.0f,
                                                   .beta = 1.0f,
-                                                  .a = e->buffers->dx_context,
-                                                  .b = in,
-                                                  .ldb = stride,
-                                                  .c = fc->grad,
-                                                  .ldc = fc->stride,
+                                                  .a = b->dx_context,
+                                                  .b = e->input.fc_in,
+                                                  .ldb = e->input.fc_stride,
+                                                  .c = b->fc.grad,
                                                   .a_type = type,
                                                   .b_type = type,
                                                   .c_type = DTYPE_F32});
 }
 
-// One feature as fc reads it: normed by itself. Leaves what it is before in `feature`.
+// Gradients of a matrix and of the norm before it, whose input wants none: dout [T, rows of the matrix], in [T, its
+// columns] as it is before the norm's weight.
+static void split_backward(const struct eagle3 *e, const struct backend *backend,
+                           struct stream *stream, const void *dout, const void *in,
+                           const struct layer_tensor *matrix, const struct layer_tensor *norm)
+{
+    const struct eagle3_buffers *b = e->buffers;
+    struct layer_tensor sums = {.grad = b->sums, .rows = matrix->rows, .columns = matrix->columns};
+    int64_t stride = matrix->stride > 0 ? matrix->stride : matrix->columns;
+    layer_weight_backward(&e->ops, backend, stream, e->input.row->tokens, dout, in, &sums, true);
+    backend->kernels->norm_split(stream, &(struct norm_split){.rows = matrix->rows,
+                                                              .width = matrix->columns,
+                                                              .sums = b->sums,
+                                                              .weight = norm->weight,
+                                                              .matrix = matrix->weight,
+                                                              .matrix_stride = stride,
+                                                              .type = e->options.compute,
+                                                              .dmatrix = matrix->grad,
+                                                              .dmatrix_stride = stride,
+                                                              .add = true,
+                                                              .dweight = norm->grad,
+                                                              .scratch = e->ops.norm_scratch});
+}
+
+// The norm without its weight.
+static struct layer_tensor bare(const struct eagle3 *e, struct layer_tensor norm)
+{
+    norm.weight = e->buffers->ones;
+    return norm;
+}
+
+// norm [T, its width]; what is behind it needs no gradient of its input, so nothing is kept for it.
+static void norm_forward(const struct eagle3 *e, const struct backend *backend,
+                         struct stream *stream, const void *x, const struct layer_tensor *norm,
+                         void *y)
+{
+    struct rms_norm op =
+        layer_norm(&e->ops, e->input.row->tokens, x, e->options.compute, norm, y, NULL);
+    backend->kernels->rms_norm_forward(stream, &op);
+}
+
+// One feature under its norm into `normed`.
 static void norm_feature(const struct eagle3 *e, const struct backend *backend,
-                         struct stream *stream, int64_t f)
+                         struct stream *stream, int64_t f, const struct layer_tensor *norm)
 {
     const struct drafter_options *o = &e->options;
     const struct eagle3_buffers *b = e->buffers;
@@ -66,19 +107,7 @@ static void norm_feature(const struct eagle3 *e, const struct backend *backend,
                                       .index = b->every,
                                       .scale = 1.0f,
                                       .out = b->feature});
-    struct rms_norm norm = layer_norm(&e->ops, t, b->feature, o->compute, &b->fc_norm[f], b->normed,
-                                      b->fc_rstd + f * o->max_tokens);
-    backend->kernels->rms_norm_forward(stream, &norm);
-}
-
-// All features as fc reads them, under one norm.
-static void norm_features(const struct eagle3 *e, const struct backend *backend,
-                          struct stream *stream)
-{
-    const struct eagle3_buffers *b = e->buffers;
-    struct rms_norm norm = layer_norm(&e->ops, e->input.row->tokens, e->input.fc_in, e->ops.type,
-                                      &b->input_norm, b->normed, b->fc_rstd);
-    backend->kernels->rms_norm_forward(stream, &norm);
+    norm_forward(e, backend, stream, b->feature, norm, b->normed);
 }
 
 void eagle3_features_forward(struct eagle3 *e, const struct backend *backend, struct stream *stream)
@@ -88,11 +117,11 @@ void eagle3_features_forward(struct eagle3 *e, const struct backend *backend, st
     context_input_load(&e->input, &e->options, backend, stream);
     for (int64_t f = 0; s->fc_norm && f < s->features; f++) {
         struct layer_tensor fc = eagle3_columns(&e->options, b->fc, f * s->hidden);
-        norm_feature(e, backend, stream, f);
+        norm_feature(e, backend, stream, f, &b->fc_norm[f]);
         fc_forward(e, backend, stream, b->normed, 0, &fc, f > 0);
     }
     if (s->norm_before_fc) {
-        norm_features(e, backend, stream);
+        norm_forward(e, backend, stream, e->input.fc_in, &b->input_norm, b->normed);
         fc_forward(e, backend, stream, b->normed, 0, &b->fc, false);
     } else if (!s->fc_norm) {
         fc_forward(e, backend, stream, e->input.fc_in, e->input.fc_stride, &b->fc, false);
@@ -104,32 +133,27 @@ void eagle3_features_backward(struct eagle3 *e, const struct backend *backend,
 {
     const struct drafter_options *o = &e->options;
     const struct eagle3_buffers *b = e->buffers;
-    int64_t t = e->input.row->tokens;
+    const void *dg = b->dx_context;
     context_input_load(&e->input, o, backend, stream);
     for (int64_t f = 0; o->sizes->fc_norm && f < o->sizes->features; f++) {
         struct layer_tensor fc = eagle3_columns(o, b->fc, f * o->sizes->hidden);
-        norm_feature(e, backend, stream, f);
-        fc_backward(e, backend, stream, b->normed, 0, &fc);
-        layer_input_backward(&e->ops, backend, stream, t, b->dx_context, &fc, b->normed);
-        layer_norm_backward(&e->ops, backend, stream, t, b->feature, o->compute,
-                            b->fc_rstd + f * o->max_tokens, &b->fc_norm[f], b->normed, b->normed,
-                            false);
+        struct layer_tensor norm = bare(e, b->fc_norm[f]);
+        norm_feature(e, backend, stream, f, &norm);
+        split_backward(e, backend, stream, dg, b->normed, &fc, &b->fc_norm[f]);
     }
     if (o->sizes->norm_before_fc) {
-        norm_features(e, backend, stream);
-        fc_backward(e, backend, stream, b->normed, 0, &b->fc);
-        layer_input_backward(&e->ops, backend, stream, t, b->dx_context, &b->fc, b->normed);
-        layer_norm_backward(&e->ops, backend, stream, t, e->input.fc_in, o->compute, b->fc_rstd,
-                            &b->input_norm, b->normed, b->normed, false);
+        struct layer_tensor norm = bare(e, b->input_norm);
+        norm_forward(e, backend, stream, e->input.fc_in, &norm, b->normed);
+        split_backward(e, backend, stream, dg, b->normed, &b->fc, &b->input_norm);
     } else if (!o->sizes->fc_norm) {
-        fc_backward(e, backend, stream, e->input.fc_in, e->input.fc_stride, &b->fc);
+        fc_backward(e, backend, stream);
     }
 }
 
 // ---- the embedding's part ------------------------------------------------------------------------
 
 static void norm_embeddings(const struct eagle3 *e, const struct backend *backend,
-                            struct stream *stream)
+                            struct stream *stream, const struct layer_tensor *norm)
 {
     const struct drafter_options *o = &e->options;
     const struct eagle3_buffers *b = e->buffers;
@@ -144,16 +168,14 @@ static void norm_embeddings(const struct eagle3 *e, const struct backend *backen
                                                                 .index = b->ids,
                                                                 .scale = o->embed_scale,
                                                                 .out = b->embedded});
-    struct rms_norm norm = layer_norm(&e->ops, t, b->embedded, o->compute, &b->embed_norm,
-                                      b->embed_normed, b->embed_rstd);
-    backend->kernels->rms_norm_forward(stream, &norm);
+    norm_forward(e, backend, stream, b->embedded, norm, b->embed_normed);
 }
 
 void eagle3_embedding_forward(struct eagle3 *e, const struct backend *backend,
                               struct stream *stream)
 {
     const struct eagle3_buffers *b = e->buffers;
-    norm_embeddings(e, backend, stream);
+    norm_embeddings(e, backend, stream, &b->embed_norm);
     layer_linear(&e->ops, backend, stream, e->input.row->tokens, b->embed_normed, &b->embed_qkv,
                  NULL, b->embed_part);
 }
@@ -165,7 +187,8 @@ void eagle3_embedding_backward(struct eagle3 *e, const struct backend *backend,
     const struct eagle3_buffers *b = e->buffers;
     int64_t t = e->input.row->tokens, count = t * b->embed_qkv.rows;
     const void *gradient = b->dembed_part;
-    norm_embeddings(e, backend, stream);
+    struct layer_tensor norm = bare(e, b->embed_norm);
+    norm_embeddings(e, backend, stream, &norm);
     if (o->compute != DTYPE_F32) {
         backend->kernels->convert(stream, &(struct convert){.count = count,
                                                             .from = b->dembed_part,
@@ -174,11 +197,7 @@ void eagle3_embedding_backward(struct eagle3 *e, const struct backend *backend,
                                                             .to_type = o->compute});
         gradient = b->dqkv;
     }
-    layer_weight_backward(&e->ops, backend, stream, t, gradient, b->embed_normed, &b->embed_qkv,
-                          false);
-    layer_input_backward(&e->ops, backend, stream, t, gradient, &b->embed_qkv, b->dnorm);
-    layer_norm_backward(&e->ops, backend, stream, t, b->embedded, o->compute, b->embed_rstd,
-                        &b->embed_norm, b->dnorm, b->dnorm, false);
+    split_backward(e, backend, stream, gradient, b->embed_normed, &b->embed_qkv, &b->embed_norm);
 }
 
 // ---- the context ---------------------------------------------------------------------------------

@@ -43,8 +43,7 @@ struct eagle3_buffers {
     int32_t *next;                             // [T] position whose embedding step 0 reads
     int32_t *places;                           // [T] rotary positions of step 0
     int32_t *begin_full, *begin_sliding, *end; // [T] keys that step 0 sees; more than one layer
-    float *fc_rstd;                            // [features, T] of norms before fc
-    float *embed_rstd;                         // [T]
+    float *ones;        // [H], of norm_before_fc [L * H]: the weight of norms without one
     void *embed_part;   // [T, q + 2 kv] the embedding's part of the first layer's products
     float *dembed_part; // fp32 [T, q + 2 kv]
     void *dx_context;   // [T, H] gradient of the last layer's context x, then of those before
@@ -71,6 +70,7 @@ struct eagle3_buffers {
     float *delta;         // [n, heads]
     float *dkey, *dvalue; // fp32 [layers, steps - 1, count, kv] of the steps' own keys
     float *norm_scratch;
+    float *sums; // fp32, largest matrix behind such a norm: its gradient before the norm's weight
     // host
     int32_t *h_context; // [6, T]
     int32_t *h_group;   // [6, group_rows]

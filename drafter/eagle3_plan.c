@@ -117,6 +117,12 @@ static void plan_context_layer(struct eagle3 *e, int64_t l, struct arena *arena)
     layer->dvalue = layer_take(arena, group, l, "dcontext_v", DTYPE_F32, t, kv);
 }
 
+// Widest of the norms whose input wants no gradient.
+static int64_t first_width(const struct drafter_sizes *s)
+{
+    return s->norm_before_fc ? s->features * s->hidden : s->hidden;
+}
+
 static void plan_context(struct eagle3 *e, struct arena *arena)
 {
     const struct drafter_options *o = &e->options;
@@ -138,12 +144,9 @@ static void plan_context(struct eagle3 *e, struct arena *arena)
         b->begin_sliding = layer_take(arena, group, -1, "context_sliding", DTYPE_I32, t, 1);
         b->end = layer_take(arena, group, -1, "context_end", DTYPE_I32, t, 1);
     }
-    if (s->norm_before_fc || s->fc_norm)
-        b->fc_rstd =
-            layer_take(arena, group, -1, "fc_rstd", DTYPE_F32, s->fc_norm ? s->features : 1, t);
-    b->embed_rstd = layer_take(arena, group, -1, "embed_rstd", DTYPE_F32, t, 1);
     b->embed_part = layer_take(arena, group, -1, "embed_part", o->compute, t, qkv);
     if (o->training) {
+        b->ones = layer_take(arena, group, -1, "ones", DTYPE_F32, first_width(s), 1);
         b->dembed_part = layer_take(arena, group, -1, "dembed_part", DTYPE_F32, t, qkv);
         b->dx_context = layer_take(arena, group, -1, "dx_context", o->compute, t, s->hidden);
     }
@@ -299,7 +302,7 @@ static void plan_backward(struct eagle3 *e, struct arena *arena)
     int64_t one = eagle3_capacity(e), most = larger(o->max_tokens, one), h = s->hidden;
     int64_t n = s->layers > 1 ? most : one, q = eagle3_q(e), kv = eagle3_kv(e);
     int64_t all = waits ? o->group_rows : n;
-    int64_t widest = larger(s->norm_before_fc ? s->features * h : h, s->head_dim);
+    int64_t widest = larger(first_width(s), s->head_dim);
     int64_t own = s->ttt_steps > 1 ? s->layers * one * (s->ttt_steps - 1) : 1;
     const char *group = "backward";
     b->dnorm = layer_take(arena, group, -1, "dnorm", o->compute, most, h);
@@ -312,6 +315,8 @@ static void plan_backward(struct eagle3 *e, struct arena *arena)
     b->delta = layer_take(arena, group, -1, "delta", DTYPE_F32, n, s->heads);
     b->dkey = layer_take(arena, group, -1, "dk", DTYPE_F32, own, kv);
     b->dvalue = layer_take(arena, group, -1, "dv", DTYPE_F32, own, kv);
+    b->sums = layer_take(arena, group, -1, "sums", DTYPE_F32,
+                         larger((q + 2 * kv) * h, h * first_width(s)), 1);
     b->norm_scratch =
         layer_take(arena, group, -1, "norm_scratch", DTYPE_F32, RMS_NORM_PARTS, widest);
 }
@@ -329,6 +334,17 @@ void eagle3_plan_scratch(struct eagle3 *e, struct arena *arena)
     e->ops.norm_scratch = e->buffers->norm_scratch;
 }
 
+static void fill_ones(const struct eagle3 *e, const struct backend *backend, struct stream *stream)
+{
+    size_t width = (size_t)first_width(e->options.sizes);
+    float *ones = memory_alloc(width, sizeof(*ones));
+    for (size_t i = 0; i < width; i++)
+        ones[i] = 1.0f;
+    backend->copy_in(stream, e->buffers->ones, ones, width * sizeof(*ones));
+    backend->sync(stream);
+    free(ones);
+}
+
 void eagle3_open(struct eagle3 *e, const struct backend *backend, struct stream *stream)
 {
     const struct drafter_options *o = &e->options;
@@ -344,6 +360,8 @@ void eagle3_open(struct eagle3 *e, const struct backend *backend, struct stream 
         e->buffers->h_context[i] = (int32_t)i;
     backend->copy_in(stream, e->buffers->every, e->buffers->h_context, tokens * sizeof(int32_t));
     backend->sync(stream);
+    if (o->training)
+        fill_ones(e, backend, stream);
 }
 
 void eagle3_close(struct eagle3 *e)

@@ -10,6 +10,7 @@
 #include "kernels/gemm.h"
 #include "kernels/muon.h"
 #include "kernels/norm_rope.h"
+#include "kernels/norm_split.h"
 #include "kernels/optimizer.h"
 #include "kernels/rms_norm.h"
 #include "kernels/rows.h"
@@ -27,6 +28,7 @@ extern "C" {
     X(rms_norm_backward)                                                                           \
     X(norm_rope_forward)                                                                           \
     X(norm_rope_backward)                                                                          \
+    X(norm_split)                                                                                  \
     X(swiglu_forward)                                                                              \
     X(swiglu_backward)                                                                             \
     X(gather_rows)                                                                                 \

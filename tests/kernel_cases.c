@@ -172,6 +172,15 @@ const struct kernel_case kernel_cases[] = {
     {"norm_rope_backward", {3, 2, 512}, DTYPE_BF16, CASE_IN_PLACE, 338, ROW_BF16},
     {"norm_rope_backward", {3, 3, 10}, DTYPE_F32, CASE_IN_PLACE | CASE_STRIDED, 339, ROW_F32},
 
+    {"norm_split", {1, 1}, DTYPE_F32, 0, 3240, SUM_F32(1)},
+    {"norm_split", {15, 513}, DTYPE_F32, CASE_ADD | CASE_STRIDED, 3241, SUM_F32(4)},
+    {"norm_split", {67, 40}, DTYPE_F32, 0, 3242, SUM_F32(8)},
+    {"norm_split", {4111, 7}, DTYPE_F32, CASE_ADD, 3243, SUM_F32(64)},
+    {"norm_split", {33, 1031}, DTYPE_BF16, CASE_ADD, 3244, SUM_F32(6)},
+    {"norm_split", {259, 4096}, DTYPE_BF16, CASE_STRIDED, 3245, SUM_F32(16)},
+    {"norm_split", {4110, 64}, DTYPE_BF16, CASE_ADD | CASE_STRIDED, 3246, SUM_F32(64)},
+    {"norm_split", {21, 5120}, DTYPE_BF16, CASE_ADD | CASE_UNALIGNED, 3247, SUM_F32(5)},
+
     {"swiglu_forward", {1, 1}, DTYPE_F32, 0, 70, ROW_F32},
     {"swiglu_forward", {3, 511}, DTYPE_F32, 0, 71, ROW_F32},
     {"swiglu_forward", {3, 512}, DTYPE_F32, 0, 72, ROW_F32},

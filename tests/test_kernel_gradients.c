@@ -107,6 +107,28 @@ static void rms_norm(void **state)
     }
 }
 
+// y M^T with y = n w, for sums = dz^T n.
+static double norm_split_value(struct check *check)
+{
+    const struct kernel_tensor *matrix = run_find(&check->run, "matrix");
+    double sum = 0.0;
+    for (int64_t i = 0; i < matrix->rows * matrix->columns; i++)
+        sum += run_value(&check->run, "sums")[i] * matrix->value[i] *
+               run_value(&check->run, "weight")[i % matrix->columns];
+    return sum;
+}
+
+static void norm_split(void **state)
+{
+    (void)state;
+    struct check check = {.c = {"norm_split", {5, 7}, DTYPE_F32, CASE_ADD, 7, {0}, ""},
+                          .value = norm_split_value};
+    check_open(&check, 1);
+    check_gradient(&check, "matrix", "dmatrix");
+    check_gradient(&check, "weight", "dweight");
+    check_close(&check);
+}
+
 static double norm_rope_value(struct check *check)
 {
     struct naive_rope rope = rope_of(&check->c, &check->run);
@@ -237,8 +259,9 @@ static void softmax_loss(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(rms_norm),  cmocka_unit_test(norm_rope), cmocka_unit_test(swiglu),
-        cmocka_unit_test(attention), cmocka_unit_test(diagonal),  cmocka_unit_test(softmax_loss),
+        cmocka_unit_test(rms_norm),   cmocka_unit_test(norm_rope), cmocka_unit_test(swiglu),
+        cmocka_unit_test(attention),  cmocka_unit_test(diagonal),  cmocka_unit_test(softmax_loss),
+        cmocka_unit_test(norm_split),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

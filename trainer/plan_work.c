@@ -59,12 +59,12 @@ static void count_steps_of_layers(struct plan_work *w, const struct plan *plan,
     double behind = q * h + 3.0 * h * (double)s->intermediate,
            tokens = (double)config->data.seq_len;
     double fc = 2.0 * tokens * (double)s->features * h * h;
-    bool normed = s->norm_before_fc || s->fc_norm;
-    double keys = 2.0 * tokens * h * (q + 2.0 * kv + (before + 1.0) * 2.0 * kv);
+    double embedding = 2.0 * tokens * h * (q + 2.0 * kv);
+    double keys = 2.0 * tokens * h * (before + 1.0) * 2.0 * kv;
     double whole = 2.0 * tokens * before * (h * q + behind);
     w->forward = 2.0 * (later * (h * (q + 2.0 * kv) + behind) + w->anchors * (h * q + behind));
     w->backward = 2.0 * w->forward;
-    w->context = (normed ? 3.0 : 2.0) * fc + 3.0 * (keys + whole);
+    w->context = 2.0 * (fc + embedding) + 3.0 * (keys + whole); // what they read needs no gradient
     w->recompute = whole;
     if (strcmp(plan->execution.recompute, "layer") == 0)
         w->recompute +=
