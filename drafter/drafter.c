@@ -82,7 +82,9 @@ void drafter_begin_gradients(struct drafter *drafter, const struct backend *back
 void drafter_settle_gradients(struct drafter *drafter, const struct backend *backend,
                               struct stream *stream)
 {
-    if (!is_eagle3(drafter)) // whose gradients are zeros from the beginning
+    if (is_eagle3(drafter))
+        eagle3_settle_gradients(&drafter->eagle3, backend, stream);
+    else
         dflash_settle_gradients(&drafter->dflash, backend, stream);
 }
 

@@ -25,10 +25,13 @@ struct eagle3 {
     struct eagle3_buffers *buffers;
     const struct drafter_hooks *hooks; // NULL: none; to be set after planning
     struct layer_ops ops;
-    struct context_input input;    // of the row between context_forward and the last group
-    int64_t count;                 // positions of the group in flight
-    int64_t steps;                 // of ttt_steps, those that some slot of it is scored at
-    bool first_group;              // none of the row has been through the backward pass
+    struct context_input input; // of the row between context_forward and the last group
+    int64_t count;              // positions of the group in flight
+    int64_t steps;              // of ttt_steps, those that some slot of it is scored at
+    bool first_group;           // none of the row has been through the backward pass
+    // Whether nothing has been added to gradients since eagle3_begin_gradients: of the layer's matrices, of those
+    // of keys and values, of what the context is made with.
+    bool fresh_layer, fresh_keys, fresh_context;
     const struct backend *backend; // whose host memory is held; NULL: none yet
 };
 
@@ -41,9 +44,10 @@ void eagle3_plan(struct eagle3 *eagle3, const struct drafter_options *options, s
 void eagle3_plan_scratch(struct eagle3 *eagle3, struct arena *arena);
 void eagle3_open(struct eagle3 *eagle3, const struct backend *backend, struct stream *stream);
 void eagle3_close(struct eagle3 *eagle3);
-// Zeros, to which everything is added.
 void eagle3_begin_gradients(struct eagle3 *eagle3, const struct backend *backend,
                             struct stream *stream);
+void eagle3_settle_gradients(struct eagle3 *eagle3, const struct backend *backend,
+                             struct stream *stream);
 void eagle3_context_forward(struct eagle3 *eagle3, const struct backend *backend,
                             struct stream *stream, const struct row *row, const bf16 *features,
                             bool noisy, uint64_t seed);

@@ -4,9 +4,29 @@
 
 #include "base/log.h"
 
-void eagle3_begin_gradients(struct eagle3 *e, const struct backend *backend, struct stream *stream)
+static void zero_all(const struct eagle3 *e, const struct backend *backend, struct stream *stream)
 {
     backend->zero(stream, e->options.grads, (size_t)e->options.params->elements * sizeof(float));
+}
+
+// Norms and heads are added to; matrices, too, where every step adds to them by itself.
+void eagle3_begin_gradients(struct eagle3 *e, const struct backend *backend, struct stream *stream)
+{
+    const struct params *params = e->options.params;
+    e->fresh_layer = e->fresh_keys = e->fresh_context = eagle3_waits(e);
+    if (!eagle3_waits(e))
+        zero_all(e, backend, stream);
+    for (size_t i = 0; i < params->count && eagle3_waits(e); i++)
+        if (params->items[i].norm || params->items[i].part == params->parts - 1)
+            backend->zero(stream, e->options.grads + params->items[i].offset,
+                          (size_t)params->items[i].count * sizeof(float));
+}
+
+void eagle3_settle_gradients(struct eagle3 *e, const struct backend *backend, struct stream *stream)
+{
+    if (e->fresh_layer && e->fresh_context)
+        zero_all(e, backend, stream);
+    e->fresh_layer = e->fresh_keys = e->fresh_context = false;
 }
 
 int eagle3_gradient_stages(int64_t layers)
@@ -49,8 +69,9 @@ static void weight_backward(const struct eagle3 *e, const struct backend *backen
                             struct stream *stream, const struct eagle3_pass *p, const void *dout,
                             const void *in, const struct layer_tensor *weight)
 {
+    bool fresh = p->step < 0 && e->fresh_keys; // of the context, which has keys and values only
     if (p->step < 0 || !eagle3_waits(e))
-        layer_weight_backward(&e->ops, backend, stream, p->rows, dout, in, weight, false);
+        layer_weight_backward(&e->ops, backend, stream, p->rows, dout, in, weight, fresh);
 }
 
 static void mlp_backward(const struct eagle3 *e, const struct backend *backend,
@@ -265,6 +286,7 @@ static void context_backward(struct eagle3 *e, const struct backend *backend, st
         struct eagle3_pass pass = eagle3_context_pass(e, l);
         eagle3_pass_recompute(e, backend, stream, &pass);
         eagle3_pass_backward(e, backend, stream, &pass);
+        e->fresh_keys = false;
         if (pass.queries)
             tell_final(e, true, eagle3_rest_part(l));
         if (l == 0)
@@ -272,6 +294,7 @@ static void context_backward(struct eagle3 *e, const struct backend *backend, st
         tell_final(e, true, eagle3_keys_part(l));
     }
     eagle3_features_backward(e, backend, stream);
+    e->fresh_context = false;
     tell_final(e, true, 0);
 }
 
@@ -324,42 +347,47 @@ static void embedding_part(const struct eagle3 *e, const struct backend *backend
     backend->kernels->gather_sum(stream, &sum);
 }
 
+// Of a matrix whose columns dqkv has from `column` on, from the rows of the steps from `step` on.
+static void columns_backward(const struct eagle3 *e, const struct backend *backend,
+                             struct stream *stream, int64_t step, int64_t column,
+                             const struct layer_tensor *weight, bool fresh)
+{
+    struct eagle3_pass pass = eagle3_step_pass(e, 0, step);
+    enum dtype type = e->options.compute;
+    backend->kernels->gemm(stream, &(struct gemm){.m = weight->rows,
+                                                  .n = weight->columns,
+                                                  .k = (e->steps - step) * e->count,
+                                                  .transpose_a = true,
+                                                  .alpha = 1.0f,
+                                                  .beta = fresh ? 0.0f : 1.0f,
+                                                  .a = layer_at(pass.dqkv, type, column),
+                                                  .lda = pass.dqkv_stride,
+                                                  .b = pass.at.n1,
+                                                  .c = weight->grad,
+                                                  .ldc = weight->stride,
+                                                  .a_type = type,
+                                                  .b_type = type,
+                                                  .c_type = DTYPE_F32});
+}
+
 // Gradients of the layer's weights from the rows of all steps.
-static void weights_backward(const struct eagle3 *e, const struct backend *backend,
-                             struct stream *stream)
+static void weights_backward(struct eagle3 *e, const struct backend *backend, struct stream *stream)
 {
     const struct eagle3_layer *layer = &e->layers[0];
-    const struct eagle3_buffers *b = e->buffers;
     struct eagle3_pass first = eagle3_step_pass(e, 0, 0);
-    int64_t n = e->steps * e->count, stride = b->embed_qkv.rows, h = e->options.sizes->hidden;
-    enum dtype type = e->options.compute;
-    layer_weight_backward(&e->ops, backend, stream, n, first.dout, first.dact, &layer->down, false);
+    int64_t n = e->steps * e->count;
+    bool fresh = e->fresh_layer;
+    layer_weight_backward(&e->ops, backend, stream, n, first.dout, first.dact, &layer->down, fresh);
     layer_weight_backward(&e->ops, backend, stream, n, first.at.gate_up, first.at.n2,
-                          &layer->gate_up, false);
+                          &layer->gate_up, fresh);
     layer_weight_backward(&e->ops, backend, stream, n, first.dmid, first.at.attention, &layer->o,
-                          false);
-    // Keys and values of step 0 are the context's.
-    const struct {
-        const struct layer_tensor *weight;
-        int64_t row, column;
-    } parts[] = {{&layer->q, 0, 0}, {&layer->kv, e->count, eagle3_q(e)}};
-    for (size_t i = 0; i < sizeof(parts) / sizeof(*parts) && parts[i].row < n; i++)
-        backend->kernels->gemm(
-            stream,
-            &(struct gemm){.m = parts[i].weight->rows,
-                           .n = h,
-                           .k = n - parts[i].row,
-                           .transpose_a = true,
-                           .alpha = 1.0f,
-                           .beta = 1.0f,
-                           .a = layer_at(first.dqkv, type, parts[i].row * stride + parts[i].column),
-                           .lda = stride,
-                           .b = layer_at(first.at.n1, type, parts[i].row * h),
-                           .c = parts[i].weight->grad,
-                           .ldc = parts[i].weight->stride,
-                           .a_type = type,
-                           .b_type = type,
-                           .c_type = DTYPE_F32});
+                          fresh);
+    columns_backward(e, backend, stream, 0, 0, &layer->q, fresh);
+    e->fresh_layer = false;
+    if (e->steps == 1) // keys and values of step 0 are the context's
+        return;
+    columns_backward(e, backend, stream, 1, eagle3_q(e), &layer->kv, e->fresh_keys);
+    e->fresh_keys = false;
 }
 
 // The one layer, whose weights' gradients wait for all steps. Returns the gradient of step 0's input.

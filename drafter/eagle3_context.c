@@ -38,7 +38,7 @@ static void fc_backward(const struct eagle3 *e, const struct backend *backend,
                                                   .k = e->input.row->tokens,
                                                   .transpose_a = true,
                                                   .alpha = 1.0f,
-                                                  .beta = 1.0f,
+                                                  .beta = e->fresh_context ? 0.0f : 1.0f,
                                                   .a = b->dx_context,
                                                   .b = e->input.fc_in,
                                                   .ldb = e->input.fc_stride,
@@ -67,7 +67,7 @@ static void split_backward(const struct eagle3 *e, const struct backend *backend
                                                               .type = e->options.compute,
                                                               .dmatrix = matrix->grad,
                                                               .dmatrix_stride = stride,
-                                                              .add = true,
+                                                              .add = !e->fresh_context,
                                                               .dweight = norm->grad,
                                                               .scratch = e->ops.norm_scratch});
 }

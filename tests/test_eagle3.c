@@ -186,6 +186,42 @@ static void cuts_change_nothing(void **state)
     }
 }
 
+// Nothing of the step before is in a step's gradients, two rows add up, and a row without anchors adds nothing, even
+// as the step's only one.
+static void gradients_begin_anew(void **state)
+{
+    (void)state;
+    for (size_t v = 0; v < sizeof(variants) / sizeof(*variants); v++) {
+        struct step_fixture f;
+        struct row row;
+        open_fixture(&f, &variants[v], "memory.group_rows=20");
+        open_row(&f, &row);
+        loss_of(&f, &row);
+        float *want = step_fixture_fetch(&f, f.step.grads);
+        loss_of(&f, &row);
+        float *got = step_fixture_fetch(&f, f.step.grads);
+        step_fixture_compare(&f, got, want, 0.0, "again");
+        free(got);
+        loss_of(&f, &row);
+        assert_int_equal(step_row_anchors(&f.step, &row, NULL, 0), 0);
+        assert_int_equal(step_row(&f.step, &row), 0);
+        got = step_fixture_fetch(&f, f.step.grads);
+        for (int64_t i = 0; i < f.params.elements; i++)
+            want[i] *= 2.0f;
+        step_fixture_compare(&f, got, want, 2e-6, "two rows");
+        free(got);
+        step_fixture_begin(&f);
+        assert_int_equal(step_row_anchors(&f.step, &row, NULL, 0), 0);
+        got = step_fixture_fetch(&f, f.step.grads);
+        for (int64_t i = 0; i < f.params.elements; i++)
+            assert_true(got[i] == 0.0f);
+        free(got);
+        free(want);
+        row_close(&row, NULL);
+        step_fixture_release(&f);
+    }
+}
+
 // A copy of one document of a packed row as a row of its own.
 static void open_alone(const struct step_fixture *f, const struct row *packed, int64_t document,
                        struct row *row)
@@ -383,6 +419,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(gradients_match_differences),
         cmocka_unit_test(cuts_change_nothing),
+        cmocka_unit_test(gradients_begin_anew),
         cmocka_unit_test(packed_documents_equal_each_alone),
         cmocka_unit_test(nothing_later_is_seen),
         cmocka_unit_test(scoring_agrees_with_training),
