@@ -6,21 +6,20 @@
 
 #include "base/log.h"
 
-// g = or (add) += in fc^T in fp32; rows of in are stride elements apart.
+// g = in fc^T in fp32; rows of in are stride elements apart.
 static void fc_forward(const struct eagle3 *e, const struct backend *backend, struct stream *stream,
-                       const void *in, int64_t stride, const struct layer_tensor *fc, bool add)
+                       const void *in, int64_t stride)
 {
+    const struct layer_tensor *fc = &e->buffers->fc;
     enum dtype type = e->options.compute;
     backend->kernels->gemm(stream, &(struct gemm){.m = e->input.row->tokens,
                                                   .n = fc->rows,
                                                   .k = fc->columns,
                                                   .transpose_b = true,
                                                   .alpha = 1.0f,
-                                                  .beta = add ? 1.0f : 0.0f,
                                                   .a = in,
                                                   .lda = stride,
                                                   .b = fc->weight,
-                                                  .ldb = fc->stride,
                                                   .c = e->layers[0].context.x,
                                                   .a_type = type,
                                                   .b_type = type,
@@ -89,43 +88,41 @@ static void norm_forward(const struct eagle3 *e, const struct backend *backend,
     backend->kernels->rms_norm_forward(stream, &op);
 }
 
-// One feature under its norm into `normed`.
+// One feature under its norm, into rows `stride` elements apart.
 static void norm_feature(const struct eagle3 *e, const struct backend *backend,
-                         struct stream *stream, int64_t f, const struct layer_tensor *norm)
+                         struct stream *stream, int64_t f, const struct layer_tensor *norm,
+                         void *out, int64_t stride)
 {
-    const struct drafter_options *o = &e->options;
-    const struct eagle3_buffers *b = e->buffers;
-    int64_t t = e->input.row->tokens, h = o->sizes->hidden;
-    backend->kernels->gather_rows(
-        stream, &(struct gather_rows){.rows = t,
-                                      .width = h,
-                                      .in = layer_at(e->input.fc_in, o->compute, f * h),
-                                      .in_rows = t,
-                                      .in_stride = e->input.fc_stride,
-                                      .in_type = o->compute,
-                                      .out_type = o->compute,
-                                      .index = b->every,
-                                      .scale = 1.0f,
-                                      .out = b->feature});
-    norm_forward(e, backend, stream, b->feature, norm, b->normed);
+    enum dtype type = e->options.compute;
+    int64_t h = e->options.sizes->hidden;
+    backend->kernels->norm_chain(stream,
+                                 &(struct norm_chain){.rows = e->input.row->tokens,
+                                                      .width = h,
+                                                      .eps = e->ops.eps,
+                                                      .x_type = type,
+                                                      .type = type,
+                                                      .x = layer_at(e->input.fc_in, type, f * h),
+                                                      .x_stride = e->input.fc_stride,
+                                                      .weight = norm->weight,
+                                                      .narrow = out,
+                                                      .narrow_stride = stride});
 }
 
 void eagle3_features_forward(struct eagle3 *e, const struct backend *backend, struct stream *stream)
 {
     const struct drafter_sizes *s = e->options.sizes;
     const struct eagle3_buffers *b = e->buffers;
+    int64_t h = s->hidden;
     context_input_load(&e->input, &e->options, backend, stream);
-    for (int64_t f = 0; s->fc_norm && f < s->features; f++) {
-        struct layer_tensor fc = eagle3_columns(&e->options, b->fc, f * s->hidden);
-        norm_feature(e, backend, stream, f, &b->fc_norm[f]);
-        fc_forward(e, backend, stream, b->normed, 0, &fc, f > 0);
-    }
-    if (s->norm_before_fc) {
+    for (int64_t f = 0; s->fc_norm && f < s->features; f++)
+        norm_feature(e, backend, stream, f, &b->fc_norm[f],
+                     layer_at_mutable(b->normed, e->options.compute, f * h), s->features * h);
+    if (s->norm_before_fc)
         norm_forward(e, backend, stream, e->input.fc_in, &b->input_norm, b->normed);
-        fc_forward(e, backend, stream, b->normed, 0, &b->fc, false);
-    } else if (!s->fc_norm) {
-        fc_forward(e, backend, stream, e->input.fc_in, e->input.fc_stride, &b->fc, false);
-    }
+    if (s->fc_norm || s->norm_before_fc)
+        fc_forward(e, backend, stream, b->normed, 0);
+    else
+        fc_forward(e, backend, stream, e->input.fc_in, e->input.fc_stride);
 }
 
 void eagle3_features_backward(struct eagle3 *e, const struct backend *backend,
@@ -138,7 +135,7 @@ void eagle3_features_backward(struct eagle3 *e, const struct backend *backend,
     for (int64_t f = 0; o->sizes->fc_norm && f < o->sizes->features; f++) {
         struct layer_tensor fc = eagle3_columns(o, b->fc, f * o->sizes->hidden);
         struct layer_tensor norm = bare(e, b->fc_norm[f]);
-        norm_feature(e, backend, stream, f, &norm);
+        norm_feature(e, backend, stream, f, &norm, b->normed, o->sizes->hidden);
         split_backward(e, backend, stream, dg, b->normed, &fc, &b->fc_norm[f]);
     }
     if (o->sizes->norm_before_fc) {

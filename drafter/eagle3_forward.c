@@ -127,23 +127,23 @@ struct eagle3_pass eagle3_context_pass(const struct eagle3 *e, int64_t l)
 
 // ---- one layer -----------------------------------------------------------------------------------
 
-// The norm's output in fp32 and in compute dtype.
-static void norm_both(const struct eagle3 *e, const struct backend *backend, struct stream *stream,
-                      int64_t rows, const float *x, const struct layer_tensor *norm, float *wide,
-                      void *narrow, float *rstd)
+// A norm of fp32 rows, in fp32 and (NULL: not wanted) in compute dtype.
+static struct norm_chain norm_both(const struct eagle3 *e, int64_t rows, const float *x,
+                                   const struct layer_tensor *norm, float *wide, void *narrow,
+                                   float *rstd)
 {
-    int64_t count = rows * norm->rows;
-    struct rms_norm op = layer_norm(&e->ops, rows, x, DTYPE_F32, norm, wide, rstd);
-    op.type = DTYPE_F32;
-    backend->kernels->rms_norm_forward(stream, &op);
-    if (e->options.compute == DTYPE_F32)
-        backend->copy(stream, narrow, wide, (size_t)count * sizeof(float));
-    else
-        backend->kernels->convert(stream, &(struct convert){.count = count,
-                                                            .from = wide,
-                                                            .to = narrow,
-                                                            .from_type = DTYPE_F32,
-                                                            .to_type = e->options.compute});
+    return (struct norm_chain){.rows = rows,
+                               .width = norm->rows,
+                               .eps = e->ops.eps,
+                               .x_type = DTYPE_F32,
+                               .type = e->options.compute,
+                               .x = x,
+                               .x_stride = norm->rows,
+                               .weight = norm->weight,
+                               .wide = wide,
+                               .narrow = narrow,
+                               .narrow_stride = norm->rows,
+                               .rstd = rstd};
 }
 
 // Whether attention is added to the normed input.
@@ -160,18 +160,49 @@ static const float *residual_of(const struct eagle3 *e, const struct eagle3_pass
     return e->options.compute == DTYPE_F32 ? p->at.n1 : p->at.residual;
 }
 
+// Whether what attention is added to is a rounded norm's output in fp32.
+static bool keeps_both(const struct eagle3 *e, const struct eagle3_pass *p)
+{
+    return adds_to_normed(e, p) && e->options.compute != DTYPE_F32;
+}
+
+// Whether the step before made the normed input: see to_next.
+static bool comes_normed(const struct eagle3 *e, const struct eagle3_pass *p)
+{
+    return p->l == 0 && p->step > 0 && e->options.sizes->norm_output && !keeps_both(e, p);
+}
+
 static void first_norm(const struct eagle3 *e, const struct backend *backend, struct stream *stream,
                        const struct eagle3_pass *p)
 {
     const struct layer_tensor *norm = &e->layers[p->l].norm1;
-    if (adds_to_normed(e, p) && e->options.compute != DTYPE_F32) {
-        norm_both(e, backend, stream, p->rows, p->at.x, norm, p->at.residual, p->at.n1,
-                  p->at.rstd1);
+    if (keeps_both(e, p)) {
+        struct norm_chain both =
+            norm_both(e, p->rows, p->at.x, norm, p->at.residual, p->at.n1, p->at.rstd1);
+        backend->kernels->norm_chain(stream, &both);
         return;
     }
     struct rms_norm op =
         layer_norm(&e->ops, p->rows, p->at.x, DTYPE_F32, norm, p->at.n1, p->at.rstd1);
     backend->kernels->rms_norm_forward(stream, &op);
+}
+
+// From a step's output under the final norm to what the next step reads and, where it can be, to its normed input.
+// hidden: in compute dtype; NULL: not wanted.
+static void to_next(const struct eagle3 *e, const struct backend *backend, struct stream *stream,
+                    int64_t step, void *hidden)
+{
+    const struct eagle3_buffers *b = e->buffers;
+    struct eagle3_pass next = eagle3_step_pass(e, 0, step + 1);
+    int64_t at = e->options.training ? step * e->count : 0;
+    struct norm_chain both = norm_both(e, e->count, b->last + at * e->options.sizes->hidden,
+                                       &b->norm, next.at.x, hidden, b->last_rstd + at);
+    if (comes_normed(e, &next)) {
+        both.second_weight = e->layers[0].norm1.weight;
+        both.second = next.at.n1;
+        both.second_rstd = next.at.rstd1;
+    }
+    backend->kernels->norm_chain(stream, &both);
 }
 
 // out = n1 weight^T, to which the first layer adds the columns from `first` on of the embedding's part.
@@ -304,7 +335,8 @@ void eagle3_pass_forward(struct eagle3 *e, const struct backend *backend, struct
                          const struct eagle3_pass *p)
 {
     eagle3_need_weights(e, eagle3_keys_part(p->l));
-    first_norm(e, backend, stream, p);
+    if (!comes_normed(e, p))
+        first_norm(e, backend, stream, p);
     if (p->keys)
         keys_forward(e, backend, stream, p);
     if (!p->queries)
@@ -330,16 +362,10 @@ static void input_again(const struct eagle3 *e, const struct backend *backend,
     const struct drafter_sizes *s = e->options.sizes;
     if (p->l > 0 || (p->step > 0 && !s->norm_output))
         return;
-    if (p->step == 0) {
+    if (p->step == 0)
         eagle3_step_input(e, backend, stream);
-        return;
-    }
-    int64_t before = (p->step - 1) * e->count;
-    struct rms_norm norm =
-        layer_norm(&e->ops, p->rows, e->buffers->last + before * s->hidden, DTYPE_F32,
-                   &e->buffers->norm, p->at.x, e->buffers->last_rstd + before);
-    norm.type = DTYPE_F32;
-    backend->kernels->rms_norm_forward(stream, &norm);
+    else
+        to_next(e, backend, stream, p->step - 1, NULL);
 }
 
 void eagle3_pass_recompute(struct eagle3 *e, const struct backend *backend, struct stream *stream,
@@ -350,7 +376,8 @@ void eagle3_pass_recompute(struct eagle3 *e, const struct backend *backend, stru
         return;
     if (p->step >= 0)
         input_again(e, backend, stream, p);
-    first_norm(e, backend, stream, p);
+    if (!comes_normed(e, p))
+        first_norm(e, backend, stream, p);
     if (!p->queries)
         return;
     if (level == RECOMPUTE_LEVEL_LAYER) {
@@ -438,8 +465,7 @@ static void step_end(struct eagle3 *e, const struct backend *backend, struct str
     const float *last = b->last + kept * s->hidden;
     void *hidden = rows_at(e, b->hidden, at, s->hidden);
     if (s->norm_output && step + 1 < e->steps) {
-        norm_both(e, backend, stream, e->count, last, &b->norm, first_input(e, step + 1), hidden,
-                  b->last_rstd + kept);
+        to_next(e, backend, stream, step, hidden);
         return;
     }
     struct rms_norm norm =

@@ -39,7 +39,6 @@ struct eagle3_buffers {
     float *cos, *sin;                                // [table rows, head_dim / 2]
     // context
     int32_t *ids;                              // [T] token ids
-    int32_t *every;                            // [T] 0, 1, 2, ...
     int32_t *next;                             // [T] position whose embedding step 0 reads
     int32_t *places;                           // [T] rotary positions of step 0
     int32_t *begin_full, *begin_sliding, *end; // [T] keys that step 0 sees; more than one layer
@@ -48,7 +47,7 @@ struct eagle3_buffers {
     float *dembed_part; // fp32 [T, q + 2 kv]
     void *dx_context;   // [T, H] gradient of the last layer's context x, then of those before
     // scratch of the context
-    void *feature, *normed;        // norm_before_fc: normed [T, L * H]; fc_norm: both [T, H]
+    void *normed;                  // [T, L * H] features under norms before fc
     void *embedded, *embed_normed; // [T, H]
     // group: [steps, count]
     int32_t *token;       // position whose embedding is read

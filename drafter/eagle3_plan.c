@@ -136,7 +136,6 @@ static void plan_context(struct eagle3 *e, struct arena *arena)
         layer_take(arena, group, -1, "rope_sin", DTYPE_F32, e->ops.table_rows, s->head_dim / 2);
     context_input_plan(&e->input, o, arena);
     b->ids = layer_take(arena, group, -1, "ids", DTYPE_I32, t, 1);
-    b->every = layer_take(arena, group, -1, "every", DTYPE_I32, t, 1);
     b->next = layer_take(arena, group, -1, "next", DTYPE_I32, t, 1);
     b->places = layer_take(arena, group, -1, "places", DTYPE_I32, t, 1);
     if (s->layers > 1) {
@@ -284,11 +283,8 @@ static void plan_features(struct eagle3 *e, struct arena *arena)
     const char *group = "context";
     if (!context_input_direct(o))
         context_input_plan_loaded(&e->input, o, arena);
-    if (s->fc_norm)
-        b->feature = layer_take(arena, group, -1, "feature", o->compute, t, h);
     if (s->fc_norm || s->norm_before_fc)
-        b->normed = layer_take(arena, group, -1, "fc_normed", o->compute, t,
-                               s->norm_before_fc ? s->features * h : h);
+        b->normed = layer_take(arena, group, -1, "fc_normed", o->compute, t, s->features * h);
     b->embedded = layer_take(arena, group, -1, "embedded", o->compute, t, h);
     b->embed_normed = layer_take(arena, group, -1, "embed_normed", o->compute, t, h);
 }
@@ -356,10 +352,6 @@ void eagle3_open(struct eagle3 *e, const struct backend *backend, struct stream 
     e->buffers->h_readers =
         backend->host_alloc(tokens * (size_t)o->sizes->ttt_steps * sizeof(int32_t));
     layer_fill_rope(o->sizes, e->ops.table_rows, backend, stream, e->buffers->cos, e->buffers->sin);
-    for (int64_t i = 0; i < o->max_tokens; i++)
-        e->buffers->h_context[i] = (int32_t)i;
-    backend->copy_in(stream, e->buffers->every, e->buffers->h_context, tokens * sizeof(int32_t));
-    backend->sync(stream);
     if (o->training)
         fill_ones(e, backend, stream);
 }

@@ -9,6 +9,7 @@
 #include "kernels/backend.h"
 #include "kernels/gemm.h"
 #include "kernels/muon.h"
+#include "kernels/norm_chain.h"
 #include "kernels/norm_rope.h"
 #include "kernels/norm_split.h"
 #include "kernels/optimizer.h"
@@ -28,6 +29,7 @@ extern "C" {
     X(rms_norm_backward)                                                                           \
     X(norm_rope_forward)                                                                           \
     X(norm_rope_backward)                                                                          \
+    X(norm_chain)                                                                                  \
     X(norm_split)                                                                                  \
     X(swiglu_forward)                                                                              \
     X(swiglu_backward)                                                                             \

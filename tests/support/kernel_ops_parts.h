@@ -35,6 +35,9 @@ void mask_build(const struct kernel_case *c, struct kernel_run *run);
 void mask_expect(const struct kernel_case *c, struct kernel_run *run);
 void mask_call(const struct kernel_case *c, struct kernel_run *run);
 
+void norm_chain_build(const struct kernel_case *c, struct kernel_run *run);
+void norm_chain_expect(const struct kernel_case *c, struct kernel_run *run);
+void norm_chain_call(const struct kernel_case *c, struct kernel_run *run);
 void norm_split_build(const struct kernel_case *c, struct kernel_run *run);
 void norm_split_expect(const struct kernel_case *c, struct kernel_run *run);
 void norm_split_call(const struct kernel_case *c, struct kernel_run *run);

@@ -1,0 +1,34 @@
+// RMS norm (rms_norm.h) of rows that lie apart, in fp32 and rounded, and a second norm of the first one's fp32 output:
+// what a step of EAGLE-3 hands to the next one. Outputs lie apart from x and from each other.
+#ifndef KERNELS_NORM_CHAIN_H
+#define KERNELS_NORM_CHAIN_H
+
+#include "kernels/backend.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct norm_chain {
+    int64_t rows, width;
+    float eps;
+    enum dtype x_type, type; // of x: fp32 or that of narrow and second, fp32 or bf16
+    const void *x;           // [rows, width], rows x_stride elements apart
+    int64_t x_stride;
+    const float *weight; // [width]
+    float *wide;         // [rows, width] y = norm(x); NULL: not wanted
+    void *narrow; // [rows, width] y in type, rows narrow_stride elements apart; NULL: not wanted
+    int64_t narrow_stride;
+    float *rstd;                // [rows]; NULL: not kept
+    const float *second_weight; // [width]; NULL: no second norm
+    void *second;               // [rows, width] norm(y)
+    float *second_rstd;         // [rows]
+};
+
+typedef void norm_chain_fn(struct stream *stream, const struct norm_chain *op);
+norm_chain_fn norm_chain_cpu, norm_chain_cuda;
+
+#ifdef __cplusplus
+}
+#endif
+#endif
