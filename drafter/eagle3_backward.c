@@ -123,6 +123,8 @@ static void attention_backward(const struct eagle3 *e, const struct backend *bac
     diagonal.dq = b->dq;
     diagonal.dk = first.dkey;
     diagonal.dv = first.dvalue;
+    diagonal.fresh =
+        p->step == e->steps - 1; // the first on the way back, which sees the keys of all
     backend->kernels->diagonal_backward(stream, &diagonal);
 }
 
@@ -264,18 +266,6 @@ static void *norm_backward(const struct eagle3 *e, const struct backend *backend
         add_rows(backend, stream, e->count, h, dh, o->compute, NULL, dhidden, o->compute, e->count,
                  h);
     return dhidden;
-}
-
-// The steps' own keys and values.
-static void clear_own(const struct eagle3 *e, const struct backend *backend, struct stream *stream)
-{
-    const struct drafter_sizes *s = e->options.sizes;
-    size_t bytes = (size_t)((e->steps - 1) * e->count * eagle3_kv(e)) * sizeof(float);
-    for (int64_t l = 0; l < s->layers && e->steps > 1; l++) {
-        struct eagle3_pass first = eagle3_step_pass(e, l, 1);
-        backend->zero(stream, first.dkey, bytes);
-        backend->zero(stream, first.dvalue, bytes);
-    }
 }
 
 // The context, whose keys' and values' gradients are complete: the last layer's keys and values, then the
@@ -422,7 +412,6 @@ void eagle3_group_backward(struct eagle3 *e, const struct backend *backend, stru
     const struct drafter_options *o = &e->options;
     const struct eagle3_buffers *b = e->buffers;
     BUG_UNLESS(o->training);
-    clear_own(e, backend, stream);
     void *dx = eagle3_waits(e) ? waiting_steps_backward(e, backend, stream, last)
                                : steps_backward(e, backend, stream, last);
     e->first_group = false;

@@ -6,6 +6,8 @@
 #ifndef KERNELS_ATTENTION_DIAGONAL_H
 #define KERNELS_ATTENTION_DIAGONAL_H
 
+#include <stdbool.h>
+
 #include "kernels/backend.h"
 
 #ifdef __cplusplus
@@ -31,6 +33,7 @@ struct diagonal {
     const void *dout; // [N, heads, head_dim]
     void *dq;         // [N, heads, head_dim], added to
     float *dk, *dv;   // fp32 [steps, N, kv_heads, head_dim], packed, added to
+    bool fresh;       // dk and dv are written instead
 };
 
 typedef void diagonal_forward_fn(struct stream *stream, const struct diagonal *op);

@@ -111,8 +111,8 @@ static void store_keys(const struct diagonal *op, int64_t row, int64_t kv_head,
     for (int64_t j = 0; j < op->steps; j++) {
         int64_t at = ((j * op->rows + row) * op->kv_heads + kv_head) * d;
         for (int64_t i = 0; i < d; i++) {
-            op->dk[at + i] += buf->dk[j * d + i];
-            op->dv[at + i] += buf->dv[j * d + i];
+            op->dk[at + i] = (op->fresh ? 0.0f : op->dk[at + i]) + buf->dk[j * d + i];
+            op->dv[at + i] = (op->fresh ? 0.0f : op->dv[at + i]) + buf->dv[j * d + i];
         }
     }
 }

@@ -1,13 +1,14 @@
-// Owns attention to the keys of a row's own steps on CUDA. LANES lanes have a row of one head, forward, or
-// the row of all heads of a key head, backward, each lane a pack of 16 bytes; what several heads read of
-// the same keys comes from the first-level cache. All sums have one order.
+// Owns attention to the keys of a row's own steps on CUDA. Where GROUP heads share a key head, LANES lanes have
+// these of a row in registers, each lane a pack of 16 bytes, and read every key once. Otherwise they have a row of one head,
+// forward, or of one after the other, backward, and what several heads read of the same keys comes from the
+// first-level cache. All sums have one order.
 #include "kernels/attention_diagonal.h"
 
 #include <math.h>
 
 #include "kernels/cuda_vector.cuh"
 
-enum { THREADS = 128, MOST_HEAD_DIM = 512, MOST_SHARED = 99 << 10 };
+enum { THREADS = 128, GROUP = 4, HALF = GROUP / 2, MOST_HEAD_DIM = 512, MOST_SHARED = 99 << 10 };
 
 // A lane's elements of a head: CHUNKS packs of N, LANES packs apart; zeros beyond D.
 template <int N, int LANES, int CHUNKS, typename Type>
@@ -150,9 +151,10 @@ static __device__ __forceinline__ void backward_key(const struct diagonal &op, i
 {
     int group = (int)(op.heads / op.kv_heads), d = (int)op.head_dim, steps = (int)op.steps;
     int64_t at = ((j * op.rows + row) * op.kv_heads + kv_head) * d;
+    int before = op.fresh ? 0 : d; // elements that are added to
     float dk[CHUNKS][N], dv[CHUNKS][N];
-    head_load<N, LANES>(dk, op.dk + at, d);
-    head_load<N, LANES>(dv, op.dv + at, d);
+    head_load<N, LANES>(dk, op.dk + at, before);
+    head_load<N, LANES>(dv, op.dv + at, before);
     for (int i = 0; i < group; i++) {
         int64_t from = (row * op.heads + kv_head * group + i) * d;
         float q[CHUNKS][N], dout[CHUNKS][N];
@@ -185,6 +187,243 @@ static __global__ void __launch_bounds__(THREADS) backward_kernel(struct diagona
     for (int j = 0; j < (int)op.steps; j++)
         backward_key<Type, N, LANES, CHUNKS>(op, row, kv_head, j, probability, gradient);
 }
+
+// ---- all heads of a key head at a time -----------------------------------------------------------
+
+// Where a thread's pack of a row's heads and keys is. Forward LANES lanes have all heads of a key head, backward
+// half of them.
+struct group_place {
+    int row, kv_head, head, column; // head: the first of the thread's
+    bool there, inside;             // a row of the op; a column of the head
+};
+
+template <int N, int LANES, int HEADS>
+static __device__ __forceinline__ struct group_place group_place_make(const struct diagonal &op)
+{
+    enum { PARTS = GROUP / HEADS };
+    int count = (int)(op.rows * op.kv_heads);
+    int item = (int)((blockIdx.x * (int64_t)THREADS + threadIdx.x) / (LANES * PARTS));
+    int at = min(item, count - 1), row = at / (int)op.kv_heads;
+    int kv_head = at - row * (int)op.kv_heads, part = (int)threadIdx.x / LANES % PARTS;
+    int column = (int)threadIdx.x % LANES * N;
+    return {row,    kv_head,      kv_head * GROUP + part * HEADS,
+            column, item < count, column < (int)op.head_dim};
+}
+
+// Element of the thread's head i in [rows, heads, head_dim].
+static __device__ __forceinline__ int64_t head_at(const struct diagonal &op,
+                                                  const struct group_place &p, int i)
+{
+    return ((int64_t)p.row * op.heads + p.head + i) * op.head_dim + p.column;
+}
+
+template <int N, typename Type>
+static __device__ __forceinline__ struct pack<Type, N> group_load(const Type *from, bool inside) {
+    return inside ? pack_load<N>(from) : pack_zero<Type, N>();
+}
+
+// Key j's pack, or zeros where there is none.
+template <int N, typename Type>
+static __device__ __forceinline__ struct pack<Type, N>
+group_key(const struct diagonal &op, const struct group_place &p, const void *base, int64_t step,
+          int64_t stride, int j) {
+    const Type *key = key_at<Type>(op, base, step, stride, p.row, p.kv_head, j);
+    return group_load<N>(key + p.column, p.inside &&j < (int)op.steps);
+}
+
+template <int N, typename Type>
+static __device__ __forceinline__ float pack_dot(const struct pack<Type, N> &x, const float (&y)[N])
+{
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        sum += pack_value(x, i) * y[i];
+    return sum;
+}
+
+template <int N, typename Type>
+static __device__ __forceinline__ void unpack(float (&x)[N], const struct pack<Type, N> &p)
+{
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        x[i] = pack_value(p, i);
+}
+
+// Sums over the lanes of a row, COUNT of them side by side.
+template <int LANES, int COUNT> static __device__ __forceinline__ void lanes_sums(float (&x)[COUNT])
+{
+#pragma unroll
+    for (int half = LANES / 2; half > 0; half /= 2)
+#pragma unroll
+        for (int c = 0; c < COUNT; c++)
+            x[c] += __shfl_xor_sync(~0u, x[c], half);
+}
+
+// The next step's key and value are on their way while one is worked on.
+template <typename Type, int N, int LANES>
+static __global__ void __launch_bounds__(THREADS) forward_group_kernel(struct diagonal op)
+{
+    struct group_place p = group_place_make<N, LANES, GROUP>(op);
+    struct pack<Type, N> q[GROUP];
+    float out[GROUP][N], max[GROUP], sum[GROUP];
+#pragma unroll
+    for (int i = 0; i < GROUP; i++) {
+        q[i] = group_load<N>((const Type *)op.q + head_at(op, p, i), p.inside);
+        unpack(out[i], group_load<N>((const Type *)op.out + head_at(op, p, i), p.inside));
+        max[i] = op.lse[(int64_t)p.row * op.heads + p.head + i];
+        sum[i] = 1.0f;
+    }
+    struct pack<Type, N> key = group_key<N, Type>(op, p, op.k, op.k_step, op.k_stride, 0);
+    struct pack<Type, N> value = group_key<N, Type>(op, p, op.v, op.v_step, op.v_stride, 0);
+#pragma unroll 1
+    for (int j = 0; j < (int)op.steps; j++) {
+        float x[N], score[GROUP];
+        unpack(x, key);
+        key = group_key<N, Type>(op, p, op.k, op.k_step, op.k_stride, j + 1);
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) {
+            pack_hold(q[i]); // packed from step to step
+            score[i] = pack_dot(q[i], x);
+        }
+        lanes_sums<LANES>(score);
+        unpack(x, value);
+        value = group_key<N, Type>(op, p, op.v, op.v_step, op.v_stride, j + 1);
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) {
+            float scaled = score[i] * op.scale, top = fmaxf(max[i], scaled);
+            float correction = expf(max[i] - top), weight = expf(scaled - top);
+#pragma unroll
+            for (int c = 0; c < N; c++)
+                out[i][c] = out[i][c] * correction + x[c] * weight;
+            sum[i] = sum[i] * correction + weight;
+            max[i] = top;
+        }
+    }
+    if (!p.there)
+        return;
+#pragma unroll
+    for (int i = 0; i < GROUP; i++) {
+        float inverse = 1.0f / sum[i];
+#pragma unroll
+        for (int c = 0; c < N; c++)
+            out[i][c] *= inverse;
+        if (p.inside)
+            store_values<N>((Type *)op.out + head_at(op, p, i), out[i]);
+        if (p.column == 0)
+            op.lse[(int64_t)p.row * op.heads + p.head + i] = max[i] + logf(sum[i]);
+    }
+}
+
+// A thread's part of the backward pass of its heads.
+template <typename Type, int N> struct group_heads {
+    struct pack<Type, N> q[HALF], dout[HALF];
+    float dq[HALF][N], lse[HALF], delta[HALF];
+};
+
+template <typename Type, int N, int LANES>
+static __device__ __forceinline__ void
+heads_load(struct group_heads<Type, N> &x, const struct diagonal &op, const struct group_place &p)
+{
+#pragma unroll
+    for (int i = 0; i < HALF; i++) {
+        int64_t at = head_at(op, p, i);
+        float out[N];
+        unpack(out, group_load<N>((const Type *)op.out + at, p.inside));
+        x.dout[i] = group_load<N>((const Type *)op.dout + at, p.inside);
+        x.q[i] = group_load<N>((const Type *)op.q + at, p.inside);
+        unpack(x.dq[i], group_load<N>((const Type *)op.dq + at, p.inside));
+        x.lse[i] = op.lse[(int64_t)p.row * op.heads + p.head + i];
+        x.delta[i] = pack_dot(x.dout[i], out);
+    }
+    lanes_sums<LANES>(x.delta);
+}
+
+// Adds what a key and its value give to dq; dk and dv of the thread's heads.
+template <typename Type, int N, int LANES>
+static __device__ __forceinline__ void heads_take(struct group_heads<Type, N> &x, float (&dk)[N],
+                                                  float (&dv)[N], const struct pack<Type, N> &key,
+                                                  const struct pack<Type, N> &value, float scale)
+{
+    float k[N], v[N], sums[2 * HALF];
+    unpack(k, key);
+    unpack(v, value);
+#pragma unroll
+    for (int i = 0; i < HALF; i++) {
+        pack_hold(x.q[i]); // packed from step to step
+        pack_hold(x.dout[i]);
+        sums[i] = pack_dot(x.q[i], k);
+        sums[HALF + i] = pack_dot(x.dout[i], v);
+    }
+    lanes_sums<LANES>(sums);
+#pragma unroll
+    for (int c = 0; c < N; c++)
+        dk[c] = dv[c] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < HALF; i++) {
+        float p = expf(sums[i] * scale - x.lse[i]);
+        float ds = p * (sums[HALF + i] - x.delta[i]) * scale;
+#pragma unroll
+        for (int c = 0; c < N; c++) {
+            x.dq[i][c] += ds * k[c];
+            dk[c] += ds * pack_value(x.q[i], c);
+            dv[c] += p * pack_value(x.dout[i], c);
+        }
+    }
+}
+
+// Of the two halves of a group the first one has dk of all heads in the end, the second one dv.
+template <typename Type, int N, int LANES>
+static __global__ void __launch_bounds__(THREADS, 4) backward_group_kernel(struct diagonal op)
+{
+    struct group_place p = group_place_make<N, LANES, HALF>(op);
+    struct group_heads<Type, N> x;
+    bool first = p.head % GROUP == 0;
+    float *sums = first ? op.dk : op.dv;
+    struct pack<Type, N> key = group_key<N, Type>(op, p, op.k, op.k_step, op.k_stride, 0);
+    struct pack<Type, N> value = group_key<N, Type>(op, p, op.v, op.v_step, op.v_stride, 0);
+    heads_load<Type, N, LANES>(x, op, p);
+#pragma unroll 1
+    for (int j = 0; j < (int)op.steps; j++) {
+        int64_t at =
+            ((int64_t)(j * op.rows + p.row) * op.kv_heads + p.kv_head) * op.head_dim + p.column;
+        struct pack<float, N> before = group_load<N>(sums + at, p.inside && !op.fresh);
+        struct pack<Type, N> next_key =
+            group_key<N, Type>(op, p, op.k, op.k_step, op.k_stride, j + 1);
+        struct pack<Type, N> next_value =
+            group_key<N, Type>(op, p, op.v, op.v_step, op.v_stride, j + 1);
+        float dk[N], dv[N], sum[N];
+        heads_take<Type, N, LANES>(x, dk, dv, key, value, op.scale);
+#pragma unroll
+        for (int c = 0; c < N; c++) {
+            float other = __shfl_xor_sync(~0u, first ? dv[c] : dk[c], LANES);
+            sum[c] = pack_value(before, c) + ((first ? dk[c] : dv[c]) + other);
+        }
+        if (p.there && p.inside)
+            store_values<N>(sums + at, sum);
+        key = next_key;
+        value = next_value;
+    }
+    if (!p.there || !p.inside)
+        return;
+#pragma unroll
+    for (int i = 0; i < HALF; i++)
+        store_values<N>((Type *)op.dq + head_at(op, p, i), x.dq[i]);
+}
+
+template <typename Type, int N, int LANES>
+static void group_launch(struct stream *stream, const struct diagonal *op)
+{
+    int64_t threads = op->rows * op->kv_heads * LANES;
+    if (op->dq == NULL)
+        forward_group_kernel<Type, N, LANES>
+            <<<grid_size(divide_up(threads, THREADS)), THREADS, 0, stream->cuda>>>(*op);
+    else
+        backward_group_kernel<Type, N, LANES>
+            <<<grid_size(divide_up(2 * threads, THREADS)), THREADS, 0, stream->cuda>>>(*op);
+    launch_check();
+}
+
+// ---- which -----------------------------------------------------------------------------------------
 
 template <typename Type, int N, int LANES, int CHUNKS>
 static void launch(struct stream *stream, const struct diagonal *op)
@@ -233,7 +472,12 @@ static void choose(struct stream *stream, const struct diagonal *op)
     if (op->rows == 0)
         return;
     bool packs = fits_packs(op, is_bf16(op->type) ? 8 : 4);
-    if (is_bf16(op->type) && packs && op->head_dim <= 64)
+    bool group = is_bf16(op->type) && packs && op->heads == GROUP * op->kv_heads;
+    if (group && op->head_dim <= 64)
+        group_launch<bf16_t, 8, 8>(stream, op);
+    else if (group && op->head_dim <= 128)
+        group_launch<bf16_t, 8, 16>(stream, op);
+    else if (is_bf16(op->type) && packs && op->head_dim <= 64)
         launch<bf16_t, 8, 8, 1>(stream, op);
     else if (is_bf16(op->type) && packs && op->head_dim <= 128)
         launch<bf16_t, 8, 16, 1>(stream, op);

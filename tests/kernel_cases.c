@@ -504,6 +504,10 @@ const struct kernel_case kernel_cases[] = {
     {"diagonal_forward", {9, 2, 4, 2, 512}, DTYPE_BF16, 0, 2212, ATTENTION_BF16},
     {"diagonal_forward", {21, 4, 8, 2, 128}, DTYPE_BF16, CASE_UNALIGNED, 2213, ATTENTION_BF16},
     {"diagonal_forward", {64, 6, 32, 8, 128}, DTYPE_BF16, 0, 2214, ATTENTION_BF16},
+    // Four heads of a key head, head_dims that fill their lanes and that do not.
+    {"diagonal_forward", {37, 16, 12, 3, 64}, DTYPE_BF16, CASE_STRIDED, 2215, ATTENTION_BF16},
+    {"diagonal_forward", {9, 3, 4, 1, 96}, DTYPE_BF16, 0, 2216, ATTENTION_BF16},
+    {"diagonal_forward", {5, 2, 20, 5, 40}, DTYPE_BF16, 0, 2217, ATTENTION_BF16},
 
     {"diagonal_backward", {1, 1, 1, 1, 2}, DTYPE_F32, 0, 2300, ATTENTION_F32},
     {"diagonal_backward", {7, 5, 6, 2, 7}, DTYPE_F32, CASE_STRIDED, 2301, ATTENTION_F32},
@@ -520,6 +524,17 @@ const struct kernel_case kernel_cases[] = {
     {"diagonal_backward", {9, 2, 4, 2, 512}, DTYPE_BF16, 0, 2312, ATTENTION_BF16},
     {"diagonal_backward", {21, 4, 8, 2, 128}, DTYPE_BF16, CASE_UNALIGNED, 2313, ATTENTION_BF16},
     {"diagonal_backward", {64, 6, 32, 8, 128}, DTYPE_BF16, 0, 2314, ATTENTION_BF16},
+    {"diagonal_backward", {37, 16, 12, 3, 64}, DTYPE_BF16, CASE_STRIDED, 2315, ATTENTION_BF16},
+    {"diagonal_backward", {9, 3, 4, 1, 96}, DTYPE_BF16, CASE_FRESH, 2316, ATTENTION_BF16},
+    {"diagonal_backward", {5, 2, 20, 5, 40}, DTYPE_BF16, 0, 2317, ATTENTION_BF16},
+    {"diagonal_backward", {65, 6, 32, 8, 128}, DTYPE_BF16, CASE_FRESH, 2318, ATTENTION_BF16},
+    {"diagonal_backward",
+     {7, 5, 6, 2, 7},
+     DTYPE_F32,
+     CASE_FRESH | CASE_STRIDED,
+     2319,
+     ATTENTION_F32},
+    {"diagonal_backward", {17, 3, 7, 1, 96}, DTYPE_BF16, CASE_FRESH, 2320, ATTENTION_BF16},
 
     {"softmax_loss", {1, 1, 1, 0}, DTYPE_F32, CASE_TO_F32, 160, LOSS_F32},
     {"softmax_loss", {5, 511, 7, 0}, DTYPE_F32, CASE_TO_F32, 161, LOSS_F32},
@@ -719,7 +734,7 @@ void kernel_case_name(const struct kernel_case *c, char name[CASE_NAME])
         "in_place",    "add",         "frozen",     "offset",    "no_norm", "causal",
         "window",      "normal",      "uniform",    "blank",     "scaled",  "no_teacher",
         "no_gradient", "excluded",    "bench",      "unaligned", "sorted",  "not_finite",
-        "odd",         "float8",      "row_scaled",
+        "odd",         "float8",      "row_scaled", "fresh",
     };
     int dimensions = 6, at;
     while (dimensions > 1 && c->shape[dimensions - 1] == 0)

@@ -1,6 +1,6 @@
 // Owns how attention to the keys of a row's own steps is tested.
 // Shape: rows, steps, heads, key heads, head_dim; STRIDED: the steps of a row lie beside each other, with
-// gaps; otherwise the rows of a step do.
+// gaps; otherwise the rows of a step do. Backward FRESH, too.
 #include <math.h>
 #include <string.h>
 
@@ -86,7 +86,8 @@ static struct diagonal diagonal_op(const struct kernel_case *c, const struct ker
                              .dout = run_device(run, "dout"),
                              .dq = run_device(run, "dq"),
                              .dk = run_device(run, "dk"),
-                             .dv = run_device(run, "dv")};
+                             .dv = run_device(run, "dv"),
+                             .fresh = (c->flags & CASE_FRESH) != 0};
 }
 
 void diagonal_call(const struct kernel_case *c, struct kernel_run *run)
@@ -112,15 +113,19 @@ void diagonal_backward_build(const struct kernel_case *c, struct kernel_run *run
     run_add_normal(run, "dout", TENSOR_IN, c->type, rows, width, 1.0);
     run_add_normal(run, "dq", TENSOR_CHANGED, c->type, rows, width, 1.0);
     int64_t keys = c->shape[1] * rows, key = c->shape[3] * c->shape[4];
-    run_add_normal(run, "dk", TENSOR_CHANGED, DTYPE_F32, keys, key, 1.0);
-    run_add_normal(run, "dv", TENSOR_CHANGED, DTYPE_F32, keys, key, 1.0);
+    enum tensor_role role = c->flags & CASE_FRESH ? TENSOR_OUT : TENSOR_CHANGED;
+    run_add_normal(run, "dk", role, DTYPE_F32, keys, key, 1.0);
+    run_add_normal(run, "dv", role, DTYPE_F32, keys, key, 1.0);
 }
 
 // What the gradients are added to.
 static void expect_added(struct kernel_tensor *tensor)
 {
-    memcpy(tensor->expected, tensor->value,
-           (size_t)(tensor->rows * tensor->columns) * sizeof(double));
+    size_t bytes = (size_t)(tensor->rows * tensor->columns) * sizeof(double);
+    if (tensor->role == TENSOR_OUT)
+        memset(tensor->expected, 0, bytes);
+    else
+        memcpy(tensor->expected, tensor->value, bytes);
 }
 
 void diagonal_backward_expect(const struct kernel_case *c, struct kernel_run *run)
