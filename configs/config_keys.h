@@ -165,7 +165,7 @@
     INT(group_rows, 0, 0, 1073741824, KEEP, "block rows that go through the drafter together, rounded down to whole blocks, one at least; 0: chosen") \
     INT(chunk_rows, 0, 0, 1073741824, KEEP, "student and distinct teacher rows whose logits exist together, 2 at least (1 is taken for 2); 0: chosen") \
     CHOICE(mode, normal, "normal\0low", KEEP, "low: least memory, for a longer step; it decides recompute and, on a GPU, chunk_rows where they are left open") \
-    CHOICE(recompute, auto, "auto\0none\0cheap\0layer", KEEP, "what the backward pass computes again: nothing, norms and activations, whole layers; auto: none on a CPU and for EAGLE-3, else cheap on a GPU, layer with mode low") \
+    CHOICE(recompute, auto, "auto\0none\0cheap\0layer", KEEP, "what the backward pass computes again: nothing, norms and activations, whole layers; auto: none on a CPU and for one layer of EAGLE-3, else cheap on a GPU, layer with mode low") \
     CHOICE(logits, fp32, "fp32\0bf16", KEEP, "dtype of the logits of a chunk; bf16 halves them and costs accuracy") \
     TEXT(limit, NULL, FREE, "memory that a run may take, as 80GiB or 512MiB: of a GPU in all, CUDA context included; on a CPU for what is planned, step and host part, while the program, its libraries and the mapped target files come on top; default: what is free when it starts")
 

@@ -123,8 +123,7 @@ static void attention_backward(const struct eagle3 *e, const struct backend *bac
     diagonal.dq = b->dq;
     diagonal.dk = first.dkey;
     diagonal.dv = first.dvalue;
-    diagonal.fresh =
-        p->step == e->steps - 1; // the first on the way back, which sees the keys of all
+    diagonal.fresh = p->step == e->steps - 1; // the first on the way back sees all keys
     backend->kernels->diagonal_backward(stream, &diagonal);
 }
 
@@ -200,7 +199,7 @@ static void input_backward(const struct eagle3 *e, const struct backend *backend
     const struct drafter_sizes *s = e->options.sizes;
     void *dnorm = e->buffers->dnorm;
     enum dtype type = e->options.compute;
-    // What attention is added to: the input, or the norm's output.
+    // Whether attention was added to the norm's output instead of its input.
     bool to_normed = p->queries && p->l == 0 && s->norm_before_residual;
     bool apart = p->dx != p->dmid;
     if (to_normed || apart)

@@ -77,8 +77,9 @@ static const char *choose_recompute(const struct config *config, const struct dr
         return config_choice_name("memory", "recompute", config->memory.recompute);
     if (config->memory.mode == MEMORY_LOW)
         return "layer";
-    // On a GPU cheap costs less than 1 % of a step; EAGLE-3's one layer has little to keep.
-    return cpu || sizes->kind == DRAFTER_EAGLE3 ? "none" : "cheap";
+    // On a GPU cheap costs less than 1 % of a step; one layer of EAGLE-3 has little to keep.
+    bool one_layer = sizes->kind == DRAFTER_EAGLE3 && sizes->layers == 1;
+    return cpu || one_layer ? "none" : "cheap";
 }
 
 int64_t execution_threads(const struct config *config)
