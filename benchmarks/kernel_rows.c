@@ -92,10 +92,13 @@ CALL(rms_norm_forward, rms_norm)
 CALL(rms_norm_backward, rms_norm)
 CALL(norm_rope_forward, norm_rope)
 CALL(norm_rope_backward, norm_rope)
+CALL(norm_chain, norm_chain)
+CALL(norm_split, norm_split)
 CALL(swiglu_forward, swiglu)
 CALL(swiglu_backward, swiglu)
 CALL(gather_rows, gather_rows)
 CALL(scatter_rows, scatter_rows)
+CALL(gather_sum, gather_sum)
 CALL(context_load, context_load)
 CALL(diagonal_forward, diagonal)
 CALL(diagonal_backward, diagonal)
@@ -429,6 +432,87 @@ static void bind_noisy_context(struct bench *bench, const struct sizes *s, struc
     op->positions = take_integers(bench, s->t, 1, s->t);
 }
 
+// From a step's output to the next step's normed input.
+static void bind_next_step(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    int64_t count = s->t * s->h;
+    job->op.norm_chain = (struct norm_chain){.rows = s->t,
+                                             .width = s->h,
+                                             .eps = 1e-6f,
+                                             .x_type = DTYPE_F32,
+                                             .type = bench->type,
+                                             .x = bench_take_in(bench, DTYPE_F32, count),
+                                             .x_stride = s->h,
+                                             .weight = bench_take_in(bench, DTYPE_F32, s->h),
+                                             .wide = bench_take_out(bench, DTYPE_F32, count),
+                                             .narrow = bench_take_out(bench, bench->type, count),
+                                             .narrow_stride = s->h,
+                                             .rstd = bench_take_out(bench, DTYPE_F32, s->t),
+                                             .second_weight = bench_take_in(bench, DTYPE_F32, s->h),
+                                             .second = bench_take_out(bench, bench->type, count),
+                                             .second_rstd = bench_take_out(bench, DTYPE_F32, s->t)};
+    job->call = call_norm_chain;
+}
+
+// One of three features side by side.
+static void bind_feature_norm(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    enum { FEATURES = 3 };
+    int64_t stride = FEATURES * s->h;
+    job->op.norm_chain =
+        (struct norm_chain){.rows = s->t,
+                            .width = s->h,
+                            .eps = 1e-6f,
+                            .x_type = bench->type,
+                            .type = bench->type,
+                            .x = bench_take_in(bench, bench->type, s->t * stride),
+                            .x_stride = stride,
+                            .weight = bench_take_in(bench, DTYPE_F32, s->h),
+                            .narrow = bench_take_out(bench, bench->type, s->t * stride),
+                            .narrow_stride = stride};
+    bench->bytes -= 2.0 * (double)(s->t * (stride - s->h)) * (double)dtype_size(bench->type);
+    job->call = call_norm_chain;
+}
+
+// A feature's columns of fc.
+static void bind_norm_split(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    int64_t count = s->h * s->h;
+    job->op.norm_split =
+        (struct norm_split){.rows = s->h,
+                            .width = s->h,
+                            .sums = bench_take_in(bench, DTYPE_F32, count),
+                            .weight = bench_take_in(bench, DTYPE_F32, s->h),
+                            .matrix = bench_take_in(bench, bench->type, count),
+                            .matrix_stride = s->h,
+                            .type = bench->type,
+                            .dmatrix = bench_take_out(bench, DTYPE_F32, count),
+                            .dmatrix_stride = s->h,
+                            .dweight = take_changed(bench, DTYPE_F32, s->h),
+                            .scratch = take(bench, DTYPE_F32, RMS_NORM_PARTS * s->h)};
+    job->call = call_norm_split;
+}
+
+// Gradients of queries by token, from the rows of three steps.
+static void bind_gather_sum(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    enum { STEPS = 3 };
+    int64_t rows = STEPS * s->t, q = s->heads * s->head_dim, stride = qkv_width(s);
+    job->op.gather_sum = (struct gather_sum){.rows = s->t,
+                                             .width = q,
+                                             .terms = STEPS,
+                                             .in = bench_take_in(bench, bench->type, rows * stride),
+                                             .in_rows = rows,
+                                             .in_stride = stride,
+                                             .in_type = bench->type,
+                                             .from = take_integers(bench, rows, 1, rows),
+                                             .from_stride = s->t,
+                                             .out = bench_take_out(bench, DTYPE_F32, s->t * q),
+                                             .out_stride = q};
+    bench->bytes -= (double)(rows * (stride - q)) * (double)dtype_size(bench->type);
+    job->call = call_gather_sum;
+}
+
 // The last of seven steps: a group's positions with a key of each of six.
 static void bind_diagonal(struct bench *bench, const struct sizes *s, struct job *job)
 {
@@ -656,6 +740,10 @@ const struct row bench_rows[] = {
     {"context_load", "plain", bind_context},
     {"context_load", "noise", bind_noisy_context},
     {"context_load", "float8", bind_float8_context},
+    {"norm_chain", "step", bind_next_step},
+    {"norm_chain", "feature", bind_feature_norm},
+    {"norm_split", "fc", bind_norm_split},
+    {"gather_sum", "tokens", bind_gather_sum},
     {"diagonal_forward", "steps", bind_diagonal_forward},
     {"diagonal_backward", "steps", bind_diagonal_backward},
     {"vocab_scan", "fp32", bind_vocab_scan},

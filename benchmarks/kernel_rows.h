@@ -57,9 +57,12 @@ struct job {
         struct gemm gemm;
         struct rms_norm rms_norm;
         struct norm_rope norm_rope;
+        struct norm_chain norm_chain;
+        struct norm_split norm_split;
         struct swiglu swiglu;
         struct gather_rows gather_rows;
         struct scatter_rows scatter_rows;
+        struct gather_sum gather_sum;
         struct context_load context_load;
         struct diagonal diagonal;
         struct vocab_scan vocab_scan;
