@@ -73,7 +73,7 @@ struct eagle3_buffers {
     // host
     int32_t *h_context; // [6, T]
     int32_t *h_group;   // [6, group_rows]
-    int32_t *h_readers; // as readers
+    int32_t *h_readers; // as readers; only there
 };
 
 // One layer on the rows of a step or of the context.

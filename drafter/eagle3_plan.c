@@ -349,8 +349,9 @@ void eagle3_open(struct eagle3 *e, const struct backend *backend, struct stream 
     context_input_open(&e->input, o, backend);
     e->buffers->h_context = backend->host_alloc(tokens * 6 * sizeof(int32_t));
     e->buffers->h_group = backend->host_alloc((size_t)o->group_rows * 6 * sizeof(int32_t));
-    e->buffers->h_readers =
-        backend->host_alloc(tokens * (size_t)o->sizes->ttt_steps * sizeof(int32_t));
+    if (eagle3_waits(e))
+        e->buffers->h_readers =
+            backend->host_alloc(tokens * (size_t)o->sizes->ttt_steps * sizeof(int32_t));
     layer_fill_rope(o->sizes, e->ops.table_rows, backend, stream, e->buffers->cos, e->buffers->sin);
     if (o->training)
         fill_ones(e, backend, stream);
@@ -362,7 +363,8 @@ void eagle3_close(struct eagle3 *e)
     if (e->backend != NULL) {
         e->backend->host_free(e->buffers->h_context);
         e->backend->host_free(e->buffers->h_group);
-        e->backend->host_free(e->buffers->h_readers);
+        if (e->buffers->h_readers != NULL)
+            e->backend->host_free(e->buffers->h_readers);
     }
     free(e->buffers);
     free(e->layers);

@@ -1,7 +1,7 @@
 // Owns attention to the keys of a row's own steps on CUDA. Where GROUP heads share a key head, LANES lanes have
-// these of a row in registers, each lane a pack of 16 bytes, and read every key once. Otherwise they have a row of one head,
-// forward, or of one after the other, backward, and what several heads read of the same keys comes from the
-// first-level cache. All sums have one order.
+// these of a row in registers, each lane a pack of 16 bytes, and read every key once. Otherwise they have a row
+// of one head, forward, or of one after the other, backward, and what several heads read of the same keys comes
+// from the first-level cache. All sums have one order.
 #include "kernels/attention_diagonal.h"
 
 #include <math.h>
@@ -228,7 +228,8 @@ static __device__ __forceinline__ struct pack<Type, N>
 group_key(const struct diagonal &op, const struct group_place &p, const void *base, int64_t step,
           int64_t stride, int j) {
     const Type *key = key_at<Type>(op, base, step, stride, p.row, p.kv_head, j);
-    return group_load<N>(key + p.column, p.inside &&j < (int)op.steps);
+    bool inside = p.inside && j < (int)op.steps;
+    return group_load<N>(key + p.column, inside);
 }
 
 template <int N, typename Type>

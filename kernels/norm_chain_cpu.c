@@ -11,7 +11,7 @@ static KERNEL_CLONES void norm_piece(float *x, const float *weight, float rstd, 
         x[i] = x[i] * rstd * weight[i];
 }
 
-// Elements [first, first + n) of y, or (rstd 1, no weight) of x.
+// Elements [first, first + n) of y.
 static void load_y(float *y, const struct norm_chain *op, const void *x, float rstd, int64_t first,
                    int64_t n)
 {
