@@ -54,7 +54,14 @@ static const struct variant variants[] = {
     {"draft vocabulary, frozen, tied, float8", {"drafter.fc_norm=true"}, 30, true, true, 0.0},
     {"noise", {"data.noise_std=0.3", "drafter.num_key_value_heads=1"}, 0, false, false, 0.0},
     {"one step of two layers", {"drafter.ttt_steps=1", "drafter.layers=2"}, 0, false, false, 0.0},
+    {"one step of one layer, one norm before fc",
+     {"drafter.ttt_steps=1", "drafter.norm_before_fc=true"},
+     0,
+     false,
+     false,
+     0.0},
     {"masks that leave gaps", {"loss.mask_index=label", "drafter.layers=2"}, 0, false, false, 0.0},
+    {"masks that leave gaps, one layer", {"loss.mask_index=label"}, 0, false, false, 0.0},
 };
 
 static void open_fixture(struct step_fixture *f, const struct variant *v, const char *more)
