@@ -1,5 +1,5 @@
 // Runs and the plan before them: shards that are there, what is refused at the start and offered instead,
-// cuts that become smaller, and when a frozen cut may.
+// cuts that become smaller, and when a frozen cut may; and what is said of memory when a run has ended.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -10,9 +10,12 @@
 
 #include <cmocka.h>
 
+#include "base/log.h"
 #include "data/safetensors.h"
 #include "tests/support/run_fixture.h"
 #include "trainer/files.h"
+#include "trainer/plan_admit.h"
+#include "trainer/run.h"
 
 static int64_t needed_by(struct run_fixture *fixture, const char *set)
 {
@@ -260,6 +263,44 @@ static void checkpoints_take_what_is_planned(void **state)
     run_fixture_close(&fixture);
 }
 
+static void card_of_two_processes(size_t *free_bytes, size_t *total_bytes)
+{
+    *total_bytes = (size_t)140 << 30;
+    *free_bytes = *total_bytes - ((size_t)38 << 30);
+}
+
+// A card has other processes' memory in use, too: what came since the run began is held against what was to come.
+static void a_gpu_tells_the_runs_own_memory(void **state)
+{
+    (void)state;
+    static const struct backend card = {.name = "card", .memory = card_of_two_processes};
+    static int others;
+    struct run_fixture fixture;
+    struct run *run = memory_alloc(1, sizeof(*run));
+    run_fixture_open(&fixture);
+    run->session.backend = &card;
+    snprintf(run->session.execution.device, sizeof(run->session.execution.device), "cuda");
+    run->begin_bytes = (size_t)3 << 30;
+    assert_int_equal(log_file_set(run_path(&fixture, "memory.out")), 0);
+    run->planned_bytes = ((size_t)36 << 30) + plan_begun_bytes(1, 0);
+    run_report_memory(run);
+    run->session.ranks = (struct ranks *)&others; // never looked into
+    run->session.rank_count = 2;
+    run->session.joined_bytes = (size_t)512 << 20;
+    run->planned_bytes += (size_t)512 << 20;
+    run_report_memory(run);
+    assert_int_equal(log_file_set(NULL), 0);
+    run_must_say(&fixture, "memory",
+                 "38.00 GiB in use at most: 3.00 GiB when the run began (CUDA context, and all "
+                 "that other processes hold) and 35.00 GiB since, where 36.00 GiB of the planned "
+                 "36.47 GiB were to come");
+    run_must_say(&fixture, "memory",
+                 "(CUDA context and NCCL, and all that other processes hold) and 35.00 GiB since, "
+                 "where 36.00 GiB of the planned 36.97 GiB were to come");
+    run_fixture_close(&fixture);
+    free(run);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -271,6 +312,7 @@ int main(void)
         cmocka_unit_test(listed_layers_are_offered_with_their_list),
         cmocka_unit_test(steps_are_those_of_the_run),
         cmocka_unit_test(checkpoints_take_what_is_planned),
+        cmocka_unit_test(a_gpu_tells_the_runs_own_memory),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -6,6 +6,7 @@
 
 #include "base/byte_size.h"
 #include "base/log.h"
+#include "trainer/plan_admit.h"
 #include "trainer/run.h"
 
 // VmHWM begins with the program. getrusage's number begins with the process that became it: that of a launcher
@@ -80,22 +81,28 @@ void run_describe_start(const struct run *run)
 
 void run_report_memory(struct run *run)
 {
-    char most[BYTE_SIZE_TEXT], begin[BYTE_SIZE_TEXT], planned[BYTE_SIZE_TEXT], own[BYTE_SIZE_TEXT];
-    byte_size_text(run_peak_memory(run), most);
+    const struct session *session = &run->session;
+    double peak = run_peak_memory(run);
+    char most[BYTE_SIZE_TEXT], begin[BYTE_SIZE_TEXT], planned[BYTE_SIZE_TEXT], own[BYTE_SIZE_TEXT],
+        rest[BYTE_SIZE_TEXT];
+    byte_size_text(peak, most);
     byte_size_text((double)run->begin_bytes, begin);
-    byte_size_text(run_peak_memory(run) - (double)run->begin_bytes, own);
+    byte_size_text(peak - (double)run->begin_bytes, own);
     byte_size_text((double)run->planned_bytes, planned);
-    if (strcmp(run->session.execution.device, "cpu") == 0)
+    if (strcmp(session->execution.device, "cpu") == 0) {
         log_info(
             "memory: %s resident at most: %s when the run began (the program and its libraries) "
             "and %s since, where %s were planned for step and host part, and the target's mapped "
             "files come on top",
             most, begin, own, planned);
-    else
-        log_info(
-            "GPU memory: %s in use at most, %s planned, both with the CUDA context; %s were in "
-            "use when the run began (context and other processes)",
-            most, planned, begin);
+        return;
+    }
+    // What other processes hold is in use on the card, too, and is in no plan.
+    double begun = (double)plan_begun_bytes(session_ranks(session), session->joined_bytes);
+    byte_size_text((double)run->planned_bytes - begun, rest);
+    log_info("GPU memory: %s in use at most: %s when the run began (CUDA context%s, and all that "
+             "other processes hold) and %s since, where %s of the planned %s were to come",
+             most, begin, session_ranks(session) > 1 ? " and NCCL" : "", own, rest, planned);
 }
 
 // Documents of a rank's step.
