@@ -109,7 +109,7 @@ def write_config(folder, name, **given):
                 anchors=96)
     keys.update(given)
     text = """
-run: {{dir: {name}, epochs: 50, max_steps: {steps}, device: {device}, compute: {compute}}}
+run: {{dir: {name}, epochs: {steps}, max_steps: {steps}, device: {device}, compute: {compute}}}
 target: {{path: target}}
 data: {{train: [{data}], seq_len: {tokens}, rows_per_step: 1{noise}}}
 drafter: {{kind: dflash, layers: {layers}, block_size: {block}, mask_token_id: 0,
@@ -262,12 +262,13 @@ def judged(lines, traces):
 
 
 def check_bf16(check):
-    # Enough updates for norm weights to leave 1.
+    # Enough updates for norm weights to leave 1. The step that is traced follows the run's last.
     given = dict(data="full.h5", anchors=64)
     fresh, _ = at_once(lambda: check.trace("fresh", **given),
                        lambda: check.train("moved", lr="1.0e-3", every=STEPS, **given))
     traces = [fresh] + at_once(*(
-        lambda path=path: check.trace(f"trained-{path}", check.checkpoint("moved"), path=path, **given)
+        lambda path=path: check.trace(f"trained-{path}", check.checkpoint("moved"), path=path, steps=STEPS + 1,
+                                      **given)
         for path in ("auto", "generic")))
     done = check.run(
         [sys.executable, str(ROOT / "tests/reference/bf16_error.py"), *traces, "--target",
