@@ -28,6 +28,9 @@ static pthread_mutex_t library_lock = PTHREAD_MUTEX_INITIALIZER;
 void hdf5_lock(void)
 {
     pthread_mutex_lock(&library_lock);
+    // Before the library's first call. What it does at exit crashes where a file could not be written to its end,
+    // and every file that could be is closed by then.
+    H5dont_atexit();
     // Thread-safe builds keep an error stack, and its printing, per thread.
     H5Eset_auto2(H5E_DEFAULT, NULL, NULL);
 }

@@ -1,9 +1,12 @@
 // Where commands write: a place that can not be written is refused before their work. Each command line has a second
 // fault, which only that work would find.
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -157,6 +160,30 @@ static void no_shard_is_written_over(void **state)
     free(shard);
 }
 
+// What does not fit fails, and leaves nothing.
+static void what_does_not_fit_is_an_error(void **state)
+{
+    (void)state;
+    char *manifest = memory_strdup(run_path(&fixture, "small/manifest.h5"));
+    struct rlimit limit;
+    struct error err = {""};
+    assert_int_equal(files_make_folder(run_path(&fixture, "small"), &err), 0);
+    signal(SIGXFSZ, SIG_IGN);
+    assert_int_equal(getrlimit(RLIMIT_FSIZE, &limit), 0);
+    for (rlim_t most = 512; most <= 4096; most *= 2) {
+        struct rlimit lower = {most, limit.rlim_max};
+        assert_int_equal(setrlimit(RLIMIT_FSIZE, &lower), 0);
+        int status = run_command(&fixture, "out", false, "data", "manifest", "--out", manifest,
+                                 run_path(&fixture, "train.h5"), NULL);
+        assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
+        assert_int_equal(status, 2);
+        run_must_say(&fixture, "out", "manifest.h5: can not be written: File too large");
+        assert_int_equal(rmdir(run_path(&fixture, "small")), 0);
+        assert_int_equal(files_make_folder(run_path(&fixture, "small"), &err), 0);
+    }
+    free(manifest);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -164,6 +191,7 @@ int main(void)
         cmocka_unit_test(places_of_exports_are_checked_first),
         cmocka_unit_test(the_place_of_a_sweep_is_checked_first),
         cmocka_unit_test(no_shard_is_written_over),
+        cmocka_unit_test(what_does_not_fit_is_an_error),
     };
     return cmocka_run_group_tests_name("run_outputs", tests, open_all, close_all);
 }
