@@ -2,6 +2,7 @@
 // and masks, never features.
 #include "data/documents.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -274,13 +275,15 @@ static int check_any(const struct opening *opening, struct error *err)
     const struct documents *documents = opening->documents;
     if (documents->count > 0)
         return 0;
-    return error_set(
-        err,
-        "no supervised token in the data set: of %lld documents (%lld tokens), %lld have "
-        "no token with loss_mask 1 among their first %lld, %lld are bad",
-        (long long)opening->all_documents, (long long)opening->all_tokens,
-        (long long)documents->dropped_unsupervised, (long long)opening->seq_len,
-        (long long)documents->dropped_bad);
+    char cut[48] = "";
+    if (opening->seq_len < INT32_MAX) // else nobody cuts
+        snprintf(cut, sizeof(cut), " among their first %lld", (long long)opening->seq_len);
+    return error_set(err,
+                     "no supervised token in the data set: of %lld documents (%lld tokens), %lld "
+                     "have no token with loss_mask 1%s, %lld are bad",
+                     (long long)opening->all_documents, (long long)opening->all_tokens,
+                     (long long)documents->dropped_unsupervised, cut,
+                     (long long)documents->dropped_bad);
 }
 
 static void open_manifest(struct opening *opening, const char *path)

@@ -201,6 +201,23 @@ static void what_can_not_be_counted_is_refused(void **state)
                      0);
 }
 
+// Documents are whole here: nothing is said of a length that they are cut to.
+static void nothing_supervised_is_refused(void **state)
+{
+    (void)state;
+    static const int64_t length = TOKENS;
+    static const uint8_t mask[TOKENS];
+    struct fixture_options options = {.seed = 1,
+                                      .target_model = "ten",
+                                      .vocab_size = VOCAB,
+                                      .documents = 1,
+                                      .lengths = &length,
+                                      .loss_mask = mask};
+    fixture_shard(run_path(&fixture, "a.h5"), &options);
+    assert_int_equal(make("barren", "4", "a.h5", NULL), 2);
+    run_must_say(&fixture, "barren", "1 have no token with loss_mask 1, 0 are bad");
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
 
 int main(void)
@@ -210,6 +227,7 @@ int main(void)
         TEST(shards_in_any_order_and_a_manifest_give_the_same_map),
         TEST(a_map_that_is_there_is_not_replaced),
         TEST(what_can_not_be_counted_is_refused),
+        TEST(nothing_supervised_is_refused),
     };
     return cmocka_run_group_tests_name("run_vocab", tests, NULL, NULL);
 }
