@@ -3,11 +3,13 @@
 
     extraction.py [--model DIR | --shape smollm2|tiny] [--device cuda] [--documents 1500] [--planes bfloat16,float8] [--cap-gib 4]
 
-Documents of 20 to 4,000 tokens (lognormal, seeded). For each budget of padded tokens: tokens a second, the share of padding, the peak of
-the device beside the sum that extract.py tells before loading (dtrain_tools/memory.py), and how often memory ran out. What the peak
-has above that sum are the forward pass's activations. For comparison the same documents in their order in batches of a fixed
-number of documents. Then the ratio of each budget to the best fixed batch. With --cap-gib the largest budget and the largest batch
-run once more with no more memory than that: the first goes on with smaller batches, the second ends.
+Documents of 20 to 4,000 tokens (lognormal, seeded). Before each line is timed, every fifth document and the longest are captured once with
+its kind of batch: loading of kernels, choices at first sight of a size and the device's first allocations are in no figure. For each
+budget of padded tokens: tokens a second, the share of padding, the peak of the device beside the sum that extract.py tells before loading
+(dtrain_tools/memory.py), and how often memory ran out. What the peak has above that sum are the forward pass's activations. For comparison
+the same documents in their order in batches of a fixed number of documents. Then the ratio of each budget to the best fixed batch. With
+--cap-gib the largest budget and the largest batch run once more with no more memory than that: the first goes on with smaller batches, the
+second ends.
 """
 
 import argparse
@@ -54,7 +56,7 @@ class Meter:
     def __init__(self, device):
         self.device = device
         if device.type == "cuda":
-            torch.cuda.empty_cache()
+            torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
         self.started = time.time()
 
@@ -99,6 +101,7 @@ class Table:
         self.args, self.target, self.documents, self.layers = args, target, documents, layers
         self.weights = sum(weight.numel() * weight.element_size() for weight in target.model.parameters())
         self.longest, self.rates = max(map(len, documents)), {}
+        self.first = documents[::5] + [max(documents, key=len)]  # captured before each line is timed
 
     def told(self, budget):
         options = types.SimpleNamespace(batch_tokens=budget, teacher_rows=self.args.teacher_rows, answer_tokens=0)
@@ -108,7 +111,11 @@ class Table:
 
     def line(self, capture, name, kind, value):
         work = run_budget if kind == "budget" else run_fixed
-        found = work(capture, self.documents, value, self.args.teacher_rows)
+        if self.target.device.type == "cuda":
+            torch.cuda.empty_cache()
+        found = work(capture, self.first, value, self.args.teacher_rows)
+        if found is not None:
+            found = work(capture, self.documents, value, self.args.teacher_rows)
         if found is None:
             print(f"{name} {kind} {value:7}: out of memory, which ends such a run", flush=True)
             return
@@ -149,11 +156,9 @@ def main():
     documents, layers = make_documents(args.documents, target.vocab_size), default_layer_ids(len(target.layers), 3)
     table = Table(args, target, documents, len(layers))
     print(f"{len(documents)} documents, {sum(map(len, documents)):,} tokens, the longest {table.longest}; {target.dtype}, "
-          f"{target.device}", flush=True)
+          f"{target.device}; before each line {len(table.first)} of them, the longest too, untimed, with its kind of batch", flush=True)
     for planes in args.planes.split(","):
         with Capture(target, layers, planes == "float8") as capture:
-            # What is set up once, and at first sight of a size, is in no figure.
-            run_budget(capture, documents[:max(2, len(documents) // 5)], 4096, args.teacher_rows)
             for kind, values in (("budget", args.budgets), ("fixed", args.fixed)):
                 for value in values:
                     table.line(capture, planes, kind, value)
