@@ -539,6 +539,29 @@ static void keys_grow_together(void **state)
     preset_close(&p);
 }
 
+// Below the steps in which a key is tried at first, smaller ones are: not its least value at once.
+static void keys_shrink_together(void **state)
+{
+    (void)state;
+    static const char *const keys[] = {"data.seq_len", "memory.group_rows"};
+    static const char *const sets[] = {"data.seq_len=1024", "memory.group_rows=512",
+                                       "memory.chunk_rows=512", "memory.recompute=cheap"};
+    struct preset p;
+    struct plan plan;
+    struct plan_fit_together fit;
+    struct error err = {""};
+    preset_open(&p, "v4.yaml", sets, 4);
+    p.input.subject.limit = 96 * gib;
+    make(&plan, &p);
+    p.input.subject.limit = plan.needed - 1;
+    assert_int_equal(plan_fit_together(&fit, &p.input.subject, &p.config, &plan, keys, 2, &err), 0);
+    assert_true(fit.found && fit.bounded && fit.factor < 1.0);
+    assert_true(fit.value[0] >= 512 && fit.value[0] < 1024);
+    assert_true(fit.needed < plan.needed && fit.next_needed >= plan.needed);
+    plan_release(&plan);
+    preset_close(&p);
+}
+
 // ---- the command ---------------------------------------------------------------------------------
 
 static const struct {
@@ -741,6 +764,7 @@ int main(void)
         cmocka_unit_test(independence_is_seen_not_guessed),
         cmocka_unit_test(layer_types_follow_the_layers),
         cmocka_unit_test(keys_grow_together),
+        cmocka_unit_test(keys_shrink_together),
         cmocka_unit_test(bad_questions_are_refused),
         cmocka_unit_test(sizes_of_any_target_are_enough),
         cmocka_unit_test(more_ranks_are_judged),

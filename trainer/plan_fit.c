@@ -162,6 +162,11 @@ static int search_open(struct search *s, const char *name, struct error *err)
     return 0;
 }
 
+static int64_t finer(int64_t granule, int64_t step)
+{
+    return granule / FINER > step ? granule / FINER : step;
+}
+
 // Between low, which fits, and high, which does not, at multiples of the granule; at those of a smaller
 // one when even the first is too much.
 static void bisect(struct search *s, int64_t low, int64_t high)
@@ -178,7 +183,7 @@ static void bisect(struct search *s, int64_t low, int64_t high)
         }
         if (low >= fit->granule || fit->granule == s->step)
             break;
-        fit->granule = fit->granule / FINER > s->step ? fit->granule / FINER : s->step;
+        fit->granule = finer(fit->granule, s->step);
     }
     fit->found = fit->bounded = true;
     fit->largest = try_value(s, low, &fit->cut);
@@ -273,7 +278,7 @@ struct together {
     const struct plan_subject *subject;
     const struct config *config;
     struct plan_fit_together *fit;
-    int64_t now[FIT_KEYS], granule[FIT_KEYS], minimum[FIT_KEYS], maximum[FIT_KEYS];
+    int64_t now[FIT_KEYS], granule[FIT_KEYS], step[FIT_KEYS], minimum[FIT_KEYS], maximum[FIT_KEYS];
 };
 
 static int64_t scaled(const struct together *t, size_t i, int64_t parts)
@@ -284,7 +289,10 @@ static int64_t scaled(const struct together *t, size_t i, int64_t parts)
         return t->now[i];
     if ((double)t->now[i] * (double)parts >= (double)t->maximum[i] * TOGETHER_PARTS)
         return t->maximum[i];
-    int64_t value = t->now[i] * parts / TOGETHER_PARTS / granule * granule;
+    int64_t value = t->now[i] * parts / TOGETHER_PARTS;
+    while (granule > value && granule > t->step[i])
+        granule = finer(granule, t->step[i]);
+    value = value / granule * granule;
     return value > t->minimum[i] ? value : t->minimum[i];
 }
 
@@ -351,6 +359,7 @@ int plan_fit_together(struct plan_fit_together *fit, const struct plan_subject *
         memcpy(fit->key[i], one.key, sizeof(one.key));
         t.now[i] = one.now;
         t.granule[i] = one.granule;
+        t.step[i] = s.step;
         t.minimum[i] = s.least;
         t.maximum[i] = s.key.maximum;
     }
