@@ -1,4 +1,4 @@
-// Owns the child process in which shards are opened first.
+// Owns the child process in which shards are opened first, and what such a process does.
 #include "data/shard_probe.h"
 
 #include <errno.h>
@@ -15,12 +15,11 @@
 #include "base/memory.h"
 #include "data/hdf5_file.h"
 #include "data/shard.h"
+#include "data/shard_probe_internal.h"
 
 enum {
     CPU_SECONDS = 30 // for the index of one shard
 };
-
-typedef int shard_open_fn(struct shard *shard, const char *path, struct error *err);
 
 // Address space beyond what the process has now. An index needs megabytes; a damaged length may ask
 // for anything.
@@ -77,8 +76,7 @@ static void read_ends(const struct shard *shard)
     free(hidden);
 }
 
-// What the child says of one file: the length of a message, then its text. Length 0: sound.
-static bool send_all(int pipe_end, const void *bytes, size_t size)
+bool probe_send(int pipe_end, const void *bytes, size_t size)
 {
     const char *at = bytes;
     while (size > 0) {
@@ -93,7 +91,7 @@ static bool send_all(int pipe_end, const void *bytes, size_t size)
     return true;
 }
 
-static bool receive_all(int pipe_end, void *bytes, size_t size)
+bool probe_receive(int pipe_end, void *bytes, size_t size)
 {
     char *at = bytes;
     while (size > 0) {
@@ -108,10 +106,9 @@ static bool receive_all(int pipe_end, void *bytes, size_t size)
     return true;
 }
 
-static void child_main(const char *const *paths, size_t count, shard_open_fn *open_file,
-                       int pipe_end)
+void probe_begin(void)
 {
-    // A crash ends the child, whatever handlers the process has: one of them could go on in the child.
+    // Whatever handlers the process has: one of them could go on in it.
     static const int crashes[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
     for (size_t i = 0; i < sizeof(crashes) / sizeof(*crashes); i++)
         signal(crashes[i], SIG_DFL);
@@ -124,18 +121,29 @@ static void child_main(const char *const *paths, size_t count, shard_open_fn *op
     struct rlimit no_core = {0, 0};
     setrlimit(RLIMIT_CORE, &no_core);
     limit_memory();
-    for (size_t i = 0; i < count; i++) {
-        struct shard shard;
-        struct error fault = {""};
-        limit_time();
-        if (open_file(&shard, paths[i], &fault) == 0) {
-            read_ends(&shard);
-            shard_close(&shard);
-        }
-        uint32_t length = (uint32_t)strlen(fault.text);
-        if (!send_all(pipe_end, &length, sizeof(length)) || !send_all(pipe_end, fault.text, length))
-            break;
+}
+
+bool probe_answer(const char *path, shard_open_fn *open_file, int pipe_end)
+{
+    struct shard shard;
+    struct error fault = {""};
+    limit_time();
+    if (open_file(&shard, path, &fault) == 0) {
+        read_ends(&shard);
+        shard_close(&shard);
     }
+    uint32_t length = (uint32_t)strlen(fault.text);
+    return probe_send(pipe_end, &length, sizeof(length)) &&
+           probe_send(pipe_end, fault.text, length);
+}
+
+static void child_main(const char *const *paths, size_t count, shard_open_fn *open_file,
+                       int pipe_end)
+{
+    probe_begin();
+    for (size_t i = 0; i < count; i++)
+        if (!probe_answer(paths[i], open_file, pipe_end))
+            break;
     _exit(0);
 }
 
@@ -145,8 +153,8 @@ static size_t receive_messages(int pipe_end, size_t count, char **messages)
     for (size_t i = 0; i < count; i++) {
         uint32_t length = 0;
         char text[sizeof(struct error)];
-        if (!receive_all(pipe_end, &length, sizeof(length)) || length >= sizeof(text) ||
-            !receive_all(pipe_end, text, length))
+        if (!probe_receive(pipe_end, &length, sizeof(length)) || length >= sizeof(text) ||
+            !probe_receive(pipe_end, text, length))
             return i;
         text[length] = '\0';
         if (length > 0)
@@ -155,7 +163,7 @@ static size_t receive_messages(int pipe_end, size_t count, char **messages)
     return count;
 }
 
-static char *describe(const char *path, int status)
+char *probe_crash_words(const char *path, int status)
 {
     if (WIFSIGNALED(status) && WTERMSIG(status) == SIGXCPU)
         return memory_format("%s: damaged: libhdf5 does not come to an end with it", path);
@@ -188,7 +196,7 @@ static size_t probe_some(const char *const *paths, size_t count, shard_open_fn *
         continue;
     if (finished >= count)
         return count;
-    messages[finished] = describe(paths[finished], status);
+    messages[finished] = probe_crash_words(paths[finished], status);
     return finished + 1;
 }
 

@@ -12,6 +12,7 @@
 #include "base/memory.h"
 #include "base/rng.h"
 #include "base/timer.h"
+#include "data/shard_helper.h"
 #include "data/spool_folder.h"
 
 // Seconds between looks into the folder: other machines' files are not announced.
@@ -34,6 +35,7 @@ struct spool {
     char *folder;
     bool owner;
     int lock_fd;
+    struct shard_helper *helper; // the looking reader's
     pthread_mutex_t lock;
     pthread_cond_t changed; // shards, looking, stopping
     struct open_shard **shards;
@@ -106,7 +108,7 @@ static int open_file(struct spool *spool, const struct spool_file *file, struct 
     struct open_shard *open = memory_alloc(1, sizeof(*open));
     open->first = file->first;
     open->last = file->last;
-    int result = shard_open(&open->shard, path, err);
+    int result = shard_open_helped(&open->shard, path, spool->helper, err);
     if (result == 0 && check_shard(spool, file, &open->shard, err) != 0) {
         shard_close(&open->shard);
         result = -1;
@@ -426,6 +428,7 @@ static void close_spool(struct source *source)
         shard_close(&spool->shards[i]->shard);
         free(spool->shards[i]);
     }
+    shard_helper_close(spool->helper);
     if (spool->lock_fd >= 0)
         close(spool->lock_fd);
     pthread_cond_destroy(&spool->changed);
@@ -433,6 +436,15 @@ static void close_spool(struct source *source)
     free(spool->shards);
     free(spool->folder);
     free(spool);
+}
+
+static bool is_stopping(void *context)
+{
+    struct spool *spool = context;
+    pthread_mutex_lock(&spool->lock);
+    bool stopping = spool->stopping;
+    pthread_mutex_unlock(&spool->lock);
+    return stopping;
 }
 
 static const struct source_ops spool_source_ops = {"spool", read_from_spool, interrupt_spool,
@@ -493,6 +505,8 @@ int source_open_spool(struct source **source, const struct spool_options *option
         close_spool(&spool->source);
         return error_prefix(err, "data.spool");
     }
+    if (options->program != NULL)
+        spool->helper = shard_helper_open(options->program, is_stopping, spool);
     *source = &spool->source;
     return 0;
 }

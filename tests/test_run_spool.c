@@ -16,6 +16,7 @@
 #include "base/memory.h"
 #include "base/rng.h"
 #include "base/timer.h"
+#include "data/shard_probe.h"
 #include "data/spool_folder.h"
 #include "tests/support/run_fixture.h"
 #include "tests/support/spool_feeder.h"
@@ -399,6 +400,31 @@ static void partial_files(void **state)
     free(right);
 }
 
+// Where libhdf5 itself breaks down over a shard, the run says what `data check` would: it does not die of it.
+static void a_shard_that_crashes_libhdf5(void **state)
+{
+    (void)state;
+    struct error err = {""};
+    int64_t count = 0;
+    int64_t *right = feeder_order(order, &documents, &count);
+    assert_int_equal(feeder_write(spool, &documents, right, 0, SHARD_DOCUMENTS - 1, &err), 0);
+    char *path = spool_file_path(spool, 0, SHARD_DOCUMENTS - 1);
+    fixture_break_structure(path);
+    char **said = shard_probe((const char *const *)&path, 1);
+    assert_non_null(said[0]);
+    must_fail_over("structure", said[0]);
+    shard_probe_free(said, 1);
+
+    // Once it is gone, the extractor writes it again and the run goes on.
+    assert_int_equal(unlink(path), 0);
+    remove_tree("structure");
+    feeder_start(&feeder);
+    assert_int_equal(run_train(&fixture, "structure", SPOOLED, NULL), 0);
+    run_must_equal(&fixture, "whole", "structure", RUN_STEPS);
+    free(path);
+    free(right);
+}
+
 static void other_orders_are_refused(void **state)
 {
     (void)state;
@@ -486,6 +512,7 @@ int main(int argc, char **argv)
         SPOOL_TEST(signal_ends_a_wait),
         SPOOL_TEST(wrong_shards_are_refused),
         SPOOL_TEST(partial_files),
+        SPOOL_TEST(a_shard_that_crashes_libhdf5),
         SPOOL_TEST(other_orders_are_refused),
         SPOOL_TEST(plan_from_a_manifest),
         SPOOL_TEST(configs_are_refused),

@@ -9,6 +9,7 @@
 #include "base/host_memory.h"
 #include "base/log.h"
 #include "base/memory.h"
+#include "data/shard_helper.h"
 #include "trainer/command_line.h"
 #include "trainer/help.h"
 #include "version.h"
@@ -68,6 +69,8 @@ int main(int argc, char **argv)
     wait_without_spinning(argv);
     // "exe" since then, as which nobody finds it among processes.
     prctl(PR_SET_NAME, "dtrain");
+    if (argc == 2 && strcmp(argv[1], SHARD_HELPER_WORD) == 0)
+        shard_helper_main(); // a run's own, in no list of commands
     // A file that `ulimit -f` does not allow is an error of its write.
     signal(SIGXFSZ, SIG_IGN);
     struct command_line line;

@@ -213,7 +213,8 @@ int run_spool_open(struct run_spool **spool, const struct run_spool_options *opt
         .end = run_spool_end(session, options->steps),
         .bytes = (int64_t)config_spool_bytes(config),
         .owner = session_rank(session) == 0,
-        .check_crc = config->data.check_crc};
+        .check_crc = config->data.check_crc,
+        .program = "/proc/self/exe"};
     next_step(s, &wanted.serial, &wanted.needed);
     if (source_open_spool(&s->source, &wanted, err) != 0) {
         run_spool_close(s);

@@ -208,6 +208,22 @@ void fixture_flip_last_bit(const char *path)
         die("%s: can not be damaged", path);
 }
 
+// A text is referred to by where the file's texts are, eight bytes, and its number among them, four.
+void fixture_break_structure(const char *path)
+{
+    enum { MOST = 1 << 20 };
+    char *bytes = memory_alloc(MOST, 1);
+    FILE *file = fopen(path, "r+b");
+    size_t size = file != NULL ? fread(bytes, 1, MOST, file) : 0;
+    const char *texts = memmem(bytes, size, "GCOL", 4);
+    uint64_t place = texts != NULL ? (uint64_t)(texts - bytes) : 0;
+    const char *reference = memmem(bytes, size, &place, sizeof(place));
+    if (texts == NULL || reference == NULL || fseek(file, reference - bytes + 11, SEEK_SET) != 0 ||
+        fputc(0x01, file) == EOF || fclose(file) != 0)
+        die("%s: can not be damaged", path);
+    free(bytes);
+}
+
 int shard_place_teardown(void **state)
 {
     struct shard_place *place = *state;

@@ -56,6 +56,8 @@ char *fixture_path(const char *folder, const char *name);
 char *fixture_text(const char *folder, const char *name);
 // Damages a file without a change of its size.
 void fixture_flip_last_bit(const char *path);
+// The same so that libhdf5 1.10 crashes: the number of an attribute's text among the texts of the file.
+void fixture_break_structure(const char *path);
 
 // A test's state: a folder with one shard in it, and what the shard was made of.
 struct shard_place {

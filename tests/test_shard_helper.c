@@ -1,0 +1,166 @@
+// The process that opens shards for one with threads: what it says, what becomes of a shard that it dies of, and
+// of shards when it is none. This program is its own helper.
+#include <errno.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "base/memory.h"
+#include "base/timer.h"
+#include "data/shard_helper.h"
+#include "data/shard_probe.h"
+#include "tests/support/shard_fixture.h"
+
+static const char itself[] = "/proc/self/exe";
+
+static bool never(void *context)
+{
+    (void)context;
+    return false;
+}
+
+static bool after_a_while(void *context)
+{
+    return timer_now() > *(const double *)context;
+}
+
+// A folder with a shard.
+static int setup(void **state)
+{
+    struct shard_place *place = memory_alloc(1, sizeof(*place));
+    struct fixture_options options = {.seed = 5, .documents = 3};
+    place->folder = fixture_folder();
+    place->path = fixture_path(place->folder, "a.h5");
+    fixture_make(&place->fixture, &options);
+    fixture_write(&place->fixture, place->path);
+    *state = place;
+    return 0;
+}
+
+static void must_open(struct shard_helper *helper, const char *path)
+{
+    struct shard shard;
+    struct error err = {""};
+    if (shard_open_helped(&shard, path, helper, &err) != 0)
+        fail_msg("%s", err.text);
+    assert_int_equal(shard.documents, 3);
+    shard_close(&shard);
+}
+
+// It is refused in the words of shard_probe, which a forked child has said.
+static void must_refuse(struct shard_helper *helper, const char *path)
+{
+    struct shard shard;
+    struct error err = {""};
+    char **said = shard_probe(&path, 1);
+    assert_non_null(said[0]);
+    assert_int_equal(shard_open_helped(&shard, path, helper, &err), -1);
+    assert_string_equal(err.text, said[0]);
+    shard_probe_free(said, 1);
+}
+
+static void no_child_is_left(void)
+{
+    assert_int_equal(waitpid(-1, NULL, WNOHANG), -1);
+    assert_int_equal(errno, ECHILD);
+}
+
+static void shards_are_opened_first(void **state)
+{
+    const struct shard_place *place = *state;
+    char *cut = fixture_path(place->folder, "cut.h5");
+    char *broken = fixture_path(place->folder, "broken.h5");
+    char *gone = fixture_path(place->folder, "gone.h5");
+    fixture_write(&place->fixture, cut);
+    assert_int_equal(truncate(cut, 1500), 0);
+    fixture_write(&place->fixture, broken);
+    fixture_break_structure(broken);
+    struct shard_helper *helper = shard_helper_open(itself, never, NULL);
+    for (int again = 0; again < 2; again++) { // also when it had to be started again
+        must_open(helper, place->path);
+        must_refuse(helper, cut);
+        must_refuse(helper, gone);
+        must_refuse(helper, broken);
+    }
+    must_open(helper, place->path);
+    must_open(NULL, place->path);
+    shard_helper_close(helper);
+    shard_helper_close(NULL);
+    no_child_is_left();
+    free(gone);
+    free(broken);
+    free(cut);
+}
+
+// A program that does what the lines say.
+static char *script(const struct shard_place *place, const char *lines)
+{
+    char *path = fixture_path(place->folder, "program");
+    FILE *file = fopen(path, "w");
+    assert_non_null(file);
+    assert_true(fprintf(file, "#!/bin/sh\n%s\n", lines) > 0);
+    assert_int_equal(fclose(file), 0);
+    assert_int_equal(chmod(path, 0755), 0);
+    return path;
+}
+
+// What ends a helper, or what it says, is not laid at a shard's door that it has not come to.
+static void without_a_helper(void **state)
+{
+    static const char *const programs[] = {"exit 0",
+                                           "exit 3",
+                                           "kill -KILL $$",
+                                           "kill -SEGV $$",
+                                           "echo no helper is this",
+                                           "echo 1 2 >&0; exit 1"};
+    for (size_t i = 0; i < sizeof(programs) / sizeof(*programs); i++) {
+        char *program = script(*state, programs[i]);
+        struct shard_helper *helper = shard_helper_open(program, never, NULL);
+        for (int again = 0; again < 2; again++)
+            must_open(helper, ((const struct shard_place *)*state)->path);
+        shard_helper_close(helper);
+        free(program);
+    }
+    struct shard_helper *none = shard_helper_open("/nowhere/dtrain", never, NULL);
+    must_open(none, ((const struct shard_place *)*state)->path);
+    shard_helper_close(none);
+    no_child_is_left();
+}
+
+static void a_wait_can_be_ended(void **state)
+{
+    struct shard shard;
+    struct error err = {""};
+    const struct shard_place *place = *state;
+    char *program = script(place, "exec sleep 100");
+    double start = timer_now(), end = start + 0.3;
+    struct shard_helper *helper = shard_helper_open(program, after_a_while, &end);
+    assert_int_equal(shard_open_helped(&shard, place->path, helper, &err), -1);
+    assert_non_null(strstr(err.text, "a.h5: the wait for it was ended"));
+    double waited = timer_now() - start;
+    assert_true(waited >= 0.3 && waited < 60.0);
+    shard_helper_close(helper);
+    no_child_is_left();
+    free(program);
+}
+
+#define TEST(function) cmocka_unit_test_setup_teardown(function, setup, shard_place_teardown)
+
+int main(int argc, char **argv)
+{
+    if (argc == 2 && strcmp(argv[1], SHARD_HELPER_WORD) == 0)
+        shard_helper_main();
+    const struct CMUnitTest tests[] = {
+        TEST(shards_are_opened_first),
+        TEST(without_a_helper),
+        TEST(a_wait_can_be_ended),
+    };
+    return cmocka_run_group_tests_name("shard_helper", tests, NULL, NULL);
+}
