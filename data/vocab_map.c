@@ -143,6 +143,15 @@ static void add_number(struct safetensors_writer *writer, const char *key, int64
     safetensors_writer_metadata(writer, key, text);
 }
 
+// With those that can not be trained on: what headers alone say.
+static int64_t documents_in_shards(const struct documents *documents)
+{
+    int64_t count = 0;
+    for (size_t i = 0; i < documents->shard_count; i++)
+        count += documents->shards[i].documents;
+    return count;
+}
+
 static int write_tables(struct safetensors_writer *writer, const struct vocab_map *map,
                         const struct documents *documents, struct error *err)
 {
@@ -154,6 +163,7 @@ static int write_tables(struct safetensors_writer *writer, const struct vocab_ma
     safetensors_writer_metadata(writer, "coverage", text);
     snprintf(text, sizeof(text), "%016" PRIx64, documents->fingerprint);
     safetensors_writer_metadata(writer, "fingerprint", text);
+    add_number(writer, "documents", documents_in_shards(documents));
     int d2t = safetensors_writer_add(writer, "d2t", DTYPE_I64, 1, &map->draft_size);
     int t2d = safetensors_writer_add(writer, "t2d", DTYPE_U8, 1, &map->vocab_size);
     if (safetensors_writer_begin(writer, err) != 0 ||
@@ -187,7 +197,8 @@ int vocab_map_write(const struct vocab_map *map, const struct documents *documen
 static int check_origin(const struct vocab_map *map, const struct documents *documents,
                         bool counted, const char *path, struct error *err)
 {
-    static const char again[] = "make one with: dtrain vocab --size N --out FILE SHARD...";
+    static const char again[] = "make one with: dtrain vocab --size N --out FILE SHARD..., where "
+                                "the shards are exactly those of data.train";
     if (map->vocab_size != documents->vocab_size)
         return error_set(
             err, "%s: made for a vocabulary of %lld tokens, that of the shards has %lld; %s", path,
@@ -299,6 +310,12 @@ int vocab_map_read(struct vocab_map *map, const struct documents *documents, boo
         vocab_map_release(map);
     safetensors_close(&file);
     return result;
+}
+
+int64_t vocab_map_documents(const struct safetensors *file)
+{
+    const char *text = safetensors_metadata(file, "documents");
+    return text != NULL ? strtoll(text, NULL, 10) : 0;
 }
 
 uint64_t vocab_map_hash(const struct vocab_map *map)

@@ -51,6 +51,8 @@ int vocab_map_read(struct vocab_map *map, const struct documents *documents, boo
 // The tables alone, d2t and t2d (U8 or BOOL) of an open file: those of a released drafter. Release the map
 // after an error, too.
 int vocab_map_tables(struct vocab_map *map, const struct safetensors *file, struct error *err);
+// How many documents the shards have that a map was made from; 0: the file does not say.
+int64_t vocab_map_documents(const struct safetensors *file);
 // Differs between maps that keep different tokens.
 uint64_t vocab_map_hash(const struct vocab_map *map);
 

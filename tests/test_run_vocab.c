@@ -218,6 +218,26 @@ static void nothing_supervised_is_refused(void **state)
     run_must_say(&fixture, "barren", "1 have no token with loss_mask 1, 0 are bad");
 }
 
+// Validation shards counted, too: a run would refuse the map.
+static void a_plan_warns_of_other_documents(void **state)
+{
+    (void)state;
+    run_fixture_set(&fixture, "drafter.kind=eagle3");
+    assert_int_equal(make("all", "24", "train.h5", "val.h5"), 0);
+    assert_int_equal(make("train", "24", "train.h5", NULL), 0);
+    assert_int_equal(
+        run_command(&fixture, "warned", true, "plan", "--set", "draft_vocab=all.safetensors", NULL),
+        0);
+    run_must_say(&fixture, "warned", "all.safetensors was made from ");
+    run_must_say(&fixture, "warned", "documents, the shards of data.train have 40: a run will");
+    assert_int_equal(
+        run_command(&fixture, "good", true, "plan", "--set", "draft_vocab=train.safetensors", NULL),
+        0);
+    assert_false(run_says(&fixture, "good", "was made from"));
+    assert_int_equal(run_train(&fixture, "run", "--set", "draft_vocab=all.safetensors", NULL), 2);
+    run_must_say(&fixture, "run", "exactly those of data.train");
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
 
 int main(void)
@@ -228,6 +248,7 @@ int main(void)
         TEST(a_map_that_is_there_is_not_replaced),
         TEST(what_can_not_be_counted_is_refused),
         TEST(nothing_supervised_is_refused),
+        TEST(a_plan_warns_of_other_documents),
     };
     return cmocka_run_group_tests_name("run_vocab", tests, NULL, NULL);
 }

@@ -140,6 +140,7 @@ static void must_refuse(const struct place *place, const char *target, int64_t v
     if (strstr(err.text, words) == NULL || strstr(err.text, place->map_path) == NULL)
         fail_msg("\"%s\" is expected, the error is: %s", words, err.text);
     assert_non_null(strstr(err.text, "dtrain vocab --size")); // what to do
+    assert_non_null(strstr(err.text, "exactly those of data.train"));
     documents_close(&documents);
 }
 

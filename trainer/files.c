@@ -51,25 +51,6 @@ bool files_same(const char *first, const char *second)
            a.st_ino == b.st_ino;
 }
 
-bool files_equal(const char *first, const char *second)
-{
-    enum { PIECE = 1 << 16 };
-    FILE *a = fopen(first, "re"), *b = fopen(second, "re");
-    bool equal = a != NULL && b != NULL && files_size(first) == files_size(second);
-    char *bytes = memory_alloc(2 * PIECE, 1);
-    for (size_t n = PIECE; equal && n == PIECE;) {
-        n = fread(bytes, 1, PIECE, a);
-        equal = fread(bytes + PIECE, 1, PIECE, b) == n && memcmp(bytes, bytes + PIECE, n) == 0;
-    }
-    equal = equal && !ferror(a) && !ferror(b);
-    free(bytes);
-    if (a != NULL)
-        fclose(a);
-    if (b != NULL)
-        fclose(b);
-    return equal;
-}
-
 int64_t files_size(const char *path)
 {
     struct stat info;

@@ -15,8 +15,6 @@ bool files_exists(const char *path);
 bool files_is_folder(const char *path);
 // Two names of one file or folder.
 bool files_same(const char *first, const char *second);
-// Two plain files that can be read and have the same bytes.
-bool files_equal(const char *first, const char *second);
 // Size in bytes, -1: there is none.
 int64_t files_size(const char *path);
 

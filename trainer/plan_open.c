@@ -294,7 +294,22 @@ static int open_data(struct plan_input *input, struct config *config, struct err
 // How many tokens a map that is not there yet is taken for: what most drafters have.
 enum { USUAL_DRAFT_VOCAB = 32000 };
 
-// The size of the draft vocabulary; of its file only the tables are looked at.
+// A run compares all tokens and masks; here only the number of documents is known.
+static void compare_map_data(const struct plan_input *input, const struct config *config,
+                             int64_t counted)
+{
+    int64_t there = input->documents.documents;
+    if (counted > 0 && there > 0 && input->missing_shards.text[0] == '\0' && counted != there)
+        log_warn("drafter.draft_vocab: %s was made from %lld documents, %s %lld: a run will "
+                 "refuse it; make one with dtrain vocab and exactly those shards",
+                 config->drafter.draft_vocab, (long long)counted,
+                 config->data.manifest != NULL ? "data.manifest has"
+                                               : "the shards of data.train "
+                                                 "have",
+                 (long long)there);
+}
+
+// The size of the draft vocabulary; of its file only the tables are looked at, and how much was counted.
 static int open_map(struct plan_input *input, const struct config *config, struct error *err)
 {
     const char *path = config->drafter.draft_vocab;
@@ -316,6 +331,8 @@ static int open_map(struct plan_input *input, const struct config *config, struc
         result = error_set(err, "%s is a map of %lld tokens, and the target has %lld", path,
                            (long long)map.vocab_size, (long long)vocab);
     *size = map.draft_size;
+    if (result == 0)
+        compare_map_data(input, config, vocab_map_documents(&file));
     vocab_map_release(&map);
     safetensors_close(&file);
     return result == 0 ? 0 : error_prefix(err, "drafter.draft_vocab");

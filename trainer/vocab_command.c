@@ -118,6 +118,19 @@ static void print_report(FILE *report, const struct vocab_request *request,
                 sizes[i] == map->draft_size ? "  written" : "");
 }
 
+// Whether the file is this map, made from these documents.
+static bool holds_map(const char *path, const struct vocab_map *map,
+                      const struct documents *documents)
+{
+    struct vocab_map found;
+    struct error other = {""};
+    if (!files_exists(path) || vocab_map_read(&found, documents, true, path, &other) != 0)
+        return false;
+    bool same = vocab_map_hash(&found) == vocab_map_hash(map);
+    vocab_map_release(&found);
+    return same;
+}
+
 // By way of a file beside it. A map that is there already stays: runs may depend on it. *there: it is the same.
 static int write_map(const struct vocab_map *map, const struct documents *documents,
                      const char *out, bool *there, struct error *err)
@@ -126,7 +139,7 @@ static int write_map(const struct vocab_map *map, const struct documents *docume
     int result = vocab_map_write(map, documents, made, err);
     if (result != 0)
         error_prefix(err, "--out");
-    *there = result == 0 && files_equal(made, out);
+    *there = result == 0 && holds_map(out, map, documents);
     if (result == 0 && !*there && files_exists(out))
         result = error_set(err,
                            "--out %s: exists already and is another map, which runs may use; "
