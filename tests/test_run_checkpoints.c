@@ -113,6 +113,11 @@ static void damaged_after_it_was_complete(void **state)
         assert_int_equal(remove(in_step(name, 12, files[i])), 0);
         assert_int_equal(run_train(&fixture, name, NULL), 1);
         run_must_say(&fixture, name, files[i]);
+        // A pipe in its place is not waited for.
+        assert_int_equal(mkfifo(in_step(name, 12, files[i]), 0600), 0);
+        assert_int_equal(run_train(&fixture, name, NULL), 1);
+        run_must_say(&fixture, name, files[i]);
+        assert_int_equal(remove(in_step(name, 12, files[i])), 0);
     }
     assert_int_equal(run_train(&fixture, "damaged-0", "--resume",
                                run_checkpoint(&fixture, "damaged-0", 8), NULL),
