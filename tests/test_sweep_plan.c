@@ -224,6 +224,35 @@ static void what_can_not_be_planned_is_told(void **state)
     run_must_say(&fixture, "shown", "--show nowhere: holds no sweep.json");
 }
 
+// A plan alone says which vocabulary is missing, and counts steps without it.
+static void a_plan_names_the_missing_vocabulary(void **state)
+{
+    (void)state;
+    const int sets = fixture.set_count;
+    char *dir = memory_format("run.dir=%s", run_path(&fixture, "map"));
+    run_fixture_set(&fixture, "drafter.kind=eagle3");
+    run_fixture_set(&fixture, "drafter.style=llama");
+    run_fixture_set(&fixture, "drafter.layers=1");
+    assert_int_equal(run_command(&fixture, "map", true, "sweep", "--plan-only", "--set", dir,
+                                 "--grid", "draft_vocab=ma.safetensors,mb.safetensors", NULL),
+                     0);
+    run_must_say(&fixture, "map", "drafter.draft_vocab: ");
+    run_must_say(&fixture, "map", "ma.safetensors is not there");
+    run_must_say(&fixture, "map", "point draft_vocab=mb.safetensors)");
+    assert_false(run_says(&fixture, "map", "steps are not counted"));
+    assert_int_equal(run_command(&fixture, "map", true, "sweep", "--plan-only", "--set", dir,
+                                 "--set", "data.train=[later*.h5]", "--set",
+                                 "target.layer_ids=[1,3,5]", "--grid", "ttt_steps=2,4", NULL),
+                     0);
+    run_must_say(&fixture, "map", "no file matches");
+    assert_int_equal(run_command(&fixture, "map", true, "sweep", "--plan-only", "--set", dir,
+                                 "--set", "data.val=[later*.h5]", "--grid", "ttt_steps=2,4", NULL),
+                     0);
+    assert_false(run_says(&fixture, "map", "steps are not counted"));
+    fixture.set_count = sets;
+    free(dir);
+}
+
 // ---- GPUs ----------------------------------------------------------------------------------------
 
 int __wrap_backend_cuda_count(void);
@@ -350,6 +379,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(a_grid_is_planned_in_one_process),
         cmocka_unit_test(a_signal_ends_the_planning),
         cmocka_unit_test(what_can_not_be_planned_is_told),
+        cmocka_unit_test(a_plan_names_the_missing_vocabulary),
         cmocka_unit_test(each_point_has_its_own_gpus),
         cmocka_unit_test(more_gpus_than_a_point_gets_are_refused),
     };

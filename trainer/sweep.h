@@ -2,6 +2,7 @@
 // known of each, and the sweep's folder. Each point is an ordinary run, a process of its own, in a folder
 // of its own.
 //   sweep_grid.c keys, values, names        sweep_steps.c  steps of each point, by what is equal
+//   sweep_check.c every point's config
 //   sweep_state.c sweep.json, restarts      sweep_plan.c   memory of each point
 //   sweep_process.c child processes         sweep_run.c    which point runs when, signals
 //   sweep_watch.c progress, time left       sweep_result.c numbers of a run
@@ -140,7 +141,7 @@ int sweep_write_point(const struct sweep *sweep, size_t point, struct error *err
 // Looks at its run's finished.json: whether the point has all its steps behind it.
 bool sweep_point_finished(const struct sweep_point *point);
 
-// ---- sweep_steps.c, sweep_plan.c -----------------------------------------------------------------
+// ---- sweep_check.c, sweep_steps.c, sweep_plan.c --------------------------------------------------
 
 // A point's config with its files, as the sweep's config and --set give it.
 int sweep_load_point(const struct sweep *sweep, size_t point, struct config *config,

@@ -51,6 +51,17 @@ static bool same_sections(const struct sweep *sweep, size_t a, size_t b,
     return true;
 }
 
+// The training shards alone, of which alone steps are counted.
+static int expand_train(struct config *config, struct error *err)
+{
+    struct config_texts val = config->data.val;
+    config->data.val = (struct config_texts){.count = 0};
+    int result = config_expand_files(config, err);
+    free(config->data.val.items); // an empty list may have memory
+    config->data.val = val;
+    return result;
+}
+
 int sweep_load_point(const struct sweep *sweep, size_t point, struct config *config,
                      struct error *err)
 {
@@ -82,7 +93,7 @@ static int open_documents(struct opened *opened, const struct sweep *sweep, size
     opened->point = point;
     opened->session = (struct session){.config = &opened->config};
     if (sweep_load_point(sweep, point, &opened->config, err) != 0 ||
-        session_open_train(&opened->session, err) != 0)
+        expand_train(&opened->config, err) != 0 || session_open_train(&opened->session, err) != 0)
         return -1;
     opened->session.config = config;
     return 0;
@@ -306,25 +317,6 @@ static int count_alike(struct opened *opened, const struct sweep *sweep, size_t 
             return 0;
         }
     return count_point(opened, counts_anchors(sweep), &counted[point], err);
-}
-
-int sweep_check_points(struct sweep *sweep, struct error *err)
-{
-    int status = 0;
-    for (size_t i = 0; i < sweep->point_count && status == 0; i++) {
-        struct config config;
-        config_init(&config);
-        status = sweep_load_point(sweep, i, &config, err);
-        if (status == 0 && config.data.spool != NULL)
-            status =
-                error_set(err, "data.spool: its features are gone when they have been used, so "
-                               "points can not share them; a sweep needs shards (data.train)");
-        sweep->points[i].block_size = config.drafter.kind == DRAFTER_DFLASH
-                                          ? config.drafter.block_size
-                                          : config.drafter.ttt_steps;
-        config_release(&config);
-    }
-    return status;
 }
 
 static int count_one(struct opened *opened, struct sweep *sweep, size_t i, struct config *config,
