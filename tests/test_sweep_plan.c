@@ -253,6 +253,36 @@ static void a_plan_names_the_missing_vocabulary(void **state)
     free(dir);
 }
 
+// A key that changes nothing at any point is refused; one that changes something at some points is told.
+static void keys_without_effect_are_told(void **state)
+{
+    (void)state;
+    const int sets = fixture.set_count;
+    assert_int_equal(sweep("idle", "muon_lr=0.1,0.2", LIMITED, "--plan-only", NULL), 2);
+    run_must_say(&fixture, "idle",
+                 "--grid optimizer.muon_lr: has no effect without optimizer.kind muon; the points "
+                 "would be the same");
+    // 7 is the default, of which config_warnings says nothing.
+    assert_int_equal(sweep("idle", "ttt_steps=7,3", LIMITED, "--plan-only", NULL), 2);
+    run_must_say(&fixture, "idle", "--grid drafter.ttt_steps: has no effect with");
+    assert_int_equal(sweep("idle", "ttt_steps=3", LIMITED, "--plan-only", NULL), 0);
+    run_must_say(&fixture, "idle", "--grid drafter.ttt_steps: has no effect with");
+    char *dir = memory_format("run.dir=%s", run_path(&fixture, "idle"));
+    assert_int_equal(run_command(&fixture, "idle", true, "sweep", "--plan-only", "--set", dir,
+                                 "--grid", "optimizer.kind=adamw,muon", "--grid", "muon_lr=0.1,0.2",
+                                 NULL),
+                     0);
+    free(dir);
+    run_must_say(&fixture, "idle", "--grid optimizer.muon_lr: has no effect");
+    run_must_say(&fixture, "idle", "such points that differ in it alone are the same");
+    run_fixture_set(&fixture, "drafter.style=llama");
+    run_fixture_set(&fixture, "drafter.layers=1");
+    run_fixture_set(&fixture, "drafter.kind=eagle3");
+    assert_int_equal(sweep("idle", "max_anchors=32,96", LIMITED, "--plan-only", NULL), 2);
+    run_must_say(&fixture, "idle", "max_anchors: has no effect with drafter.kind eagle3; the ");
+    fixture.set_count = sets;
+}
+
 // ---- GPUs ----------------------------------------------------------------------------------------
 
 int __wrap_backend_cuda_count(void);
@@ -380,6 +410,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(a_signal_ends_the_planning),
         cmocka_unit_test(what_can_not_be_planned_is_told),
         cmocka_unit_test(a_plan_names_the_missing_vocabulary),
+        cmocka_unit_test(keys_without_effect_are_told),
         cmocka_unit_test(each_point_has_its_own_gpus),
         cmocka_unit_test(more_gpus_than_a_point_gets_are_refused),
     };

@@ -147,7 +147,8 @@ bool sweep_point_finished(const struct sweep_point *point);
 int sweep_load_point(const struct sweep *sweep, size_t point, struct config *config,
                      struct error *err);
 
-// Refuses points whose files are not there, and what a sweep can not run; sets their block sizes.
+// Refuses points whose files are not there, keys of the grid that change nothing, and what a sweep can not run; sets
+// the points' block sizes.
 int sweep_check_points(struct sweep *sweep, struct error *err);
 // Plans every point as `dtrain plan` does; those that do not fit become SWEEP_TOO_LARGE.
 int sweep_plan(struct sweep *sweep, struct error *err);

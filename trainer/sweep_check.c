@@ -20,7 +20,72 @@ static void note_missing_map(const struct sweep *sweep, size_t point, const stru
                   path, sweep->points[point].name);
 }
 
-static int check_point(struct sweep *sweep, size_t i, struct error *missing, struct error *err)
+// ---- keys without effect -------------------------------------------------------------------------
+
+// Of which values of the grid config_warnings says that they change nothing.
+struct idle {
+    bool *at;              // [points, axes]
+    char *why[SWEEP_KEYS]; // "SECTION.KEY: has no effect ..."; NULL: of none
+};
+
+static void note_idle(struct idle *idle, const struct sweep_grid *grid, size_t point,
+                      const struct config *config)
+{
+    struct error warnings = {""};
+    char *rest = NULL;
+    config_warnings(config, &warnings);
+    for (char *line = strtok_r(warnings.text, "\n", &rest); line != NULL;
+         line = strtok_r(NULL, "\n", &rest))
+        for (size_t a = 0; a < grid->axis_count; a++) {
+            char *words = memory_format("--set %s: has no effect ", grid->axes[a].key);
+            bool found = strncmp(line, words, strlen(words)) == 0;
+            free(words);
+            idle->at[point * grid->axis_count + a] |= found;
+            if (found && idle->why[a] == NULL)
+                idle->why[a] = memory_strdup(line + strlen("--set "));
+        }
+}
+
+// Whether each point has one beside it, or is one, that differs in this key alone and is the same. Default values
+// are not told of, so one of them is enough.
+static bool idle_everywhere(const struct idle *idle, const struct sweep_grid *grid, size_t axis)
+{
+    size_t stride = 1, count = grid->axes[axis].count, points = sweep_grid_points(grid);
+    bool all = true;
+    for (size_t a = axis + 1; a < grid->axis_count; a++)
+        stride *= grid->axes[a].count;
+    for (size_t p = 0; p < points; p++) {
+        size_t first = p - p / stride % count * stride;
+        bool any = false;
+        for (size_t v = 0; v < count; v++)
+            any |= idle->at[(first + v * stride) * grid->axis_count + axis];
+        all = all && any;
+    }
+    return all;
+}
+
+// A key that changes nothing at any point leaves nothing to compare. Where another key of the grid decides whether
+// it does, some points are worth having.
+static int tell_idle(const struct idle *idle, const struct sweep_grid *grid, struct error *err)
+{
+    int status = 0;
+    for (size_t a = 0; a < grid->axis_count; a++) {
+        if (idle->why[a] == NULL)
+            continue;
+        if (grid->axes[a].count == 1)
+            log_warn("--grid %s", idle->why[a]);
+        else if (idle_everywhere(idle, grid, a))
+            status = error_add(err, "--grid %s; the points would be the same", idle->why[a]);
+        else
+            log_warn("--grid %s; such points that differ in it alone are the same", idle->why[a]);
+    }
+    return status;
+}
+
+// ---- all points ----------------------------------------------------------------------------------
+
+static int check_point(struct sweep *sweep, size_t i, struct idle *idle, struct error *missing,
+                       struct error *err)
 {
     struct config config;
     config_init(&config);
@@ -31,6 +96,7 @@ static int check_point(struct sweep *sweep, size_t i, struct error *missing, str
     sweep->points[i].block_size = config.drafter.kind == DRAFTER_DFLASH ? config.drafter.block_size
                                                                         : config.drafter.ttt_steps;
     note_missing_map(sweep, i, &config, missing);
+    note_idle(idle, &sweep->grid, i, &config);
     config_release(&config);
     return status;
 }
@@ -38,10 +104,17 @@ static int check_point(struct sweep *sweep, size_t i, struct error *missing, str
 int sweep_check_points(struct sweep *sweep, struct error *err)
 {
     struct error missing = {""};
+    struct idle idle = {
+        .at = memory_alloc(sweep->point_count * sweep->grid.axis_count, sizeof(*idle.at))};
     int status = 0;
     for (size_t i = 0; i < sweep->point_count && status == 0; i++)
-        status = check_point(sweep, i, &missing, err);
+        status = check_point(sweep, i, &idle, &missing, err);
+    if (status == 0)
+        status = tell_idle(&idle, &sweep->grid, err);
     if (status == 0 && missing.text[0] != '\0')
         log_warn("%s", missing.text);
+    for (size_t a = 0; a < sweep->grid.axis_count; a++)
+        free(idle.why[a]);
+    free(idle.at);
     return status;
 }
