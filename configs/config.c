@@ -31,6 +31,7 @@ static char *read_file(const char *path, size_t *size)
     }
     int failure = ferror(file) ? errno : 0;
     fclose(file);
+    text[*size] = '\0'; // the last block is never full
     if (failure) {
         free(text);
         text = NULL;

@@ -135,6 +135,10 @@ int config_compare_for_resume(const struct config *before, const struct config *
 int config_compare_drafter(const struct config *before, const struct config *now,
                            struct error *err);
 
+// Puts "FILE:LINE: " or "--set " before the lines of an error that begin with "section.key: ", for faults that show
+// when other files are read. Always returns -1.
+int config_name_places(const struct config *config, struct error *err);
+
 // Bytes of memory.limit; 0: it is not given.
 uint64_t config_memory_limit(const struct config *config);
 // data.spool_bytes.

@@ -7,13 +7,13 @@
 #include "configs/config_print.h"
 #include "configs/config_value.h"
 
-// The default as text: "none" for a key that has none, "[]" for an empty list.
+// The default as text; "[]" for an empty list. Not "none": `--set draft_vocab=none` is a file of that name.
 static void print_default(FILE *out, const struct config *defaults, const struct config_key *key)
 {
     if (config_value_given(defaults, key))
         config_value_print(out, defaults, key, CONFIG_PRINT_PLAIN);
     else
-        fputs("none", out);
+        fputs("(absent)", out);
 }
 
 static bool has_range(const struct config_key *key)
@@ -73,6 +73,7 @@ void config_write_markdown(FILE *out)
           "A config is a YAML file of sections with keys. Paths are relative to the folder of the\n"
           "config file, those of `--set` too. `--set key=value` overrides the file; the key may\n"
           "come without its section where only one section has it, lists are `[a, b]` or `a,b`.\n"
+          "`(absent)`: no value unless one is given, and no word of `--set` takes it away.\n"
           "Resume: a `fixed` key must stay the same when a run is resumed, a `free` key may\n"
           "change.\n",
           out);

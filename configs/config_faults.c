@@ -1,5 +1,6 @@
 // Owns the form of fault lines: where, what key, what is wrong. Does not know any rule.
 #include "configs/config_faults.h"
+#include "configs/config_table.h"
 
 #include <stdarg.h>
 #include <string.h>
@@ -46,6 +47,40 @@ void config_fault(struct config_faults *faults, const struct config *config, int
         if (*c == '\n') // of a quoted value; a fault is one line
             *c = ' ';
     add_line(faults, text);
+}
+
+// The key that a line begins with, as "section.key: "; NULL: it begins with something else.
+static const struct config_key *leading_key(const char *line)
+{
+    char name[CONFIG_NAME_BYTES];
+    size_t length = strcspn(line, ": \n");
+    if (line[length] != ':' || line[length + 1] != ' ' || length >= sizeof(name))
+        return NULL;
+    snprintf(name, sizeof(name), "%.*s", (int)length, line);
+    char *dot = strchr(name, '.');
+    if (dot == NULL)
+        return NULL;
+    *dot = '\0';
+    const struct config_section *section = config_section_find(name);
+    return section != NULL ? config_section_key(section, dot + 1) : NULL;
+}
+
+int config_name_places(const struct config *config, struct error *err)
+{
+    struct error found = *err;
+    err->text[0] = '\0';
+    for (const char *line = found.text; *line != '\0'; line += *line == '\n') {
+        int length = (int)strcspn(line, "\n");
+        char place[FAULT_BYTES] = "";
+        const struct config_key *key = leading_key(line);
+        int at = key == NULL ? CONFIG_LINE_DEFAULT
+                             : *(const int *)(const void *)((const char *)config + key->line_at);
+        if (at != CONFIG_LINE_DEFAULT)
+            write_place(place, sizeof(place), config, at);
+        error_add(err, "%s%.*s", place, length, line);
+        line += length;
+    }
+    return -1;
 }
 
 int config_faults_end(const struct config_faults *faults, struct error *err)

@@ -218,6 +218,13 @@ static int read_flag(const struct reading *r, const struct config_node *node, bo
     return *value || strcmp(node->text, "false") == 0 ? 0 : fault_kind(r, node, expected);
 }
 
+// Words for a choice that spelling does not lead to.
+static const char *choice_meant(const struct config_key *key, const char *text)
+{
+    bool is_gpu = strcmp(text, "gpu") == 0 || strcmp(text, "GPU") == 0;
+    return is_gpu && choice_index(key, "cuda") >= 0 ? "cuda" : NULL;
+}
+
 static void fault_choice(const struct reading *r, const struct config_node *node)
 {
     char *list = NULL;
@@ -230,7 +237,9 @@ static void fault_choice(const struct reading *r, const struct config_node *node
     fclose(out);
     while (n < 16 && (names[n] = config_choice_at(r->key, (int)n)) != NULL)
         n++;
-    const char *near = error_nearest(node->text, names, n);
+    const char *near = choice_meant(r->key, node->text);
+    if (near == NULL)
+        near = error_nearest(node->text, names, n);
     READING_FAULT(r, node, "%s is not a choice; allowed: %s%s%s%s", node->text, list,
                   near ? "; did you mean " : "", near ? near : "", near ? "?" : "");
     free(list);

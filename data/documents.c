@@ -275,9 +275,11 @@ static int check_any(const struct opening *opening, struct error *err)
     const struct documents *documents = opening->documents;
     if (documents->count > 0)
         return 0;
-    char cut[48] = "";
+    char cut[96] = "";
     if (opening->seq_len < INT32_MAX) // else nobody cuts
-        snprintf(cut, sizeof(cut), " among their first %lld", (long long)opening->seq_len);
+        snprintf(cut, sizeof(cut),
+                 " among their first %lld (data.seq_len, by which documents are cut)",
+                 (long long)opening->seq_len);
     return error_set(err,
                      "no supervised token in the data set: of %lld documents (%lld tokens), %lld "
                      "have no token with loss_mask 1%s, %lld are bad",

@@ -62,6 +62,8 @@ static const struct command_line {
     {"--replan takes no value", {"--config", "x.yaml", "--replan=yes"}},
     {"no option --blocks here; dtrain eval takes it", {"--config", "x.yaml", "--blocks", "y"}},
     {"unexpected word extra", {"--config", "x.yaml", "extra"}},
+    {"--set max_steps: expected key=value, as --set max_steps=3",
+     {"--config", "x.yaml", "--set", "max_steps", "3"}},
     {"--checkpoint is required", {"eval", "--config", "x.yaml"}},
     {"--rows: not a number", {"eval", "--rows", "many"}},
     {"--rows: not a number of 0 or more: -1", {"eval", "--rows", "-1"}},
@@ -128,8 +130,12 @@ static const struct config_fault {
     {"  max_anchors: 48\n", "  max_anchors: 0\n", "anchors.max_anchors"},
     {"  kl: 1.0\n", "  kl: 0\n", "loss"},
     {"  mask_token_id: 60\n", "", "drafter.mask_token_id"},
-    {"  mask_token_id: 60\n", "  mask_token_id: 64\n", "mask_token_id"},
-    {"  mask_token_id: 60\n", "  mask_token_id: 1\n", "mask_token_id"},
+    {"  mask_token_id: 60\n", "  mask_token_id: 64\n", "run.yaml:19: drafter.mask_token_id: 64 is"},
+    {"  mask_token_id: 60\n", "  mask_token_id: 1\n",
+     "run.yaml:19: drafter.mask_token_id: 1 is the"},
+    {"  path: target\n", "  path: .\n", "run.yaml:9: target.path: "},
+    {"  path: target\n", "  path: target\n  layer_ids: [1, 4]\n",
+     "run.yaml:10: target.layer_ids: layer 4 is not"},
     {"  path: target\n", "  path: nowhere\n", "target.path"},
     {"  path: target\n", "  name: x\n", "target.path"},
     {"  train: [train.h5]\n", "  train: [none-*.h5]\n", "data.train"},
@@ -172,6 +178,12 @@ static void sets_are_checked(void **state)
     run_must_say(&fixture, "set", "--set run.seed");
     assert_int_equal(run_train(&fixture, "set", "--set", "every=3", NULL), 2); // not unique
     run_must_say(&fixture, "set", "every");
+    // Faults that the target and the shards show have their place, too, in plans as in runs.
+    assert_int_equal(run_train(&fixture, "set", "--set", "mask_token_id=64", NULL), 2);
+    run_must_say(&fixture, "set", "--set drafter.mask_token_id: 64 is outside");
+    assert_int_equal(run_command(&fixture, "plan", true, "plan", "--set", "mask_token_id=64", NULL),
+                     2);
+    run_must_say(&fixture, "plan", "--set drafter.mask_token_id: 64 is outside");
     assert_int_equal(run_train(&fixture, "set", "--set", "nonsense", NULL), 2);
     assert_int_equal(run_train(&fixture, "set", "--set", "drafter.style=llama", NULL), 2);
     assert_false(files_exists(run_path(&fixture, "set")));

@@ -241,17 +241,27 @@ static int check_choice(const struct command *command, const char *word, struct 
     return error_set(err, "%s: say %s, not %s", command->operand, text, word);
 }
 
+// A word that nothing takes: `--set max_steps 3` leaves one behind.
+static int refuse_operand(const struct options *options, int at, struct error *err)
+{
+    for (size_t i = 0; i < options->set_count; i++)
+        if (strchr(options->sets[i], '=') == NULL)
+            return error_set(err, "--set %s: expected key=value, as --set %s=%s", options->sets[i],
+                             options->sets[i], options->files[at]);
+    return error_set(err, "unexpected word %s", options->files[at]);
+}
+
 static int check_operands(const struct command *command, const struct options *options,
                           struct error *err)
 {
     int count = options->file_count;
     if (command->operand == NULL)
-        return count == 0 ? 0 : error_set(err, "unexpected word %s", options->files[0]);
+        return count == 0 ? 0 : refuse_operand(options, 0, err);
     if (count == 0)
         return error_set(err, command->operands ? "at least one %s is required" : "%s is required",
                          command->operand);
     if (count > 1 && !command->operands)
-        return error_set(err, "unexpected word %s", options->files[1]);
+        return refuse_operand(options, 1, err);
     return command->operand_choices != NULL ? check_choice(command, options->files[0], err) : 0;
 }
 

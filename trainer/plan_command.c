@@ -183,10 +183,12 @@ static int run_plan(struct plan_run *run)
     struct error err = {""};
     int status = EXIT_REFUSED;
     config_init(&run->config);
-    if (open_plan(run, &err) != 0 || report(run, &err) != 0)
+    if (open_plan(run, &err) != 0 || report(run, &err) != 0) {
+        config_name_places(&run->config, &err);
         log_error("%s", err.text);
-    else
+    } else {
         status = run->plan.fits ? EXIT_DONE : EXIT_FAILED;
+    }
     for (size_t i = 0; i < run->key_count; i++)
         free(run->keys[i]);
     plan_release(&run->plan);

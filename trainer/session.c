@@ -179,19 +179,12 @@ const struct documents *session_documents(const struct session *session)
 int session_open_data(struct session *session, struct config *config, int needs, struct error *err)
 {
     *session = (struct session){.config = config};
-    if (session_check_built(config, err) != 0)
-        return -1;
-    return open_documents(session, needs, err);
+    if (session_check_built(config, err) != 0 || open_documents(session, needs, err) != 0)
+        return config_name_places(config, err);
+    return 0;
 }
 
-int session_open(struct session *session, struct config *config, int needs, struct error *err)
-{
-    if (session_open_data(session, config, needs, err) != 0)
-        return -1;
-    return session_open_model(session, err);
-}
-
-int session_open_model(struct session *session, struct error *err)
+static int open_model(struct session *session, struct error *err)
 {
     struct config *config = session->config;
     if (!session->has_train && !session->has_val)
@@ -221,6 +214,18 @@ int session_open_model(struct session *session, struct error *err)
     if (choose_backend(session, err) != 0)
         return -1;
     return execution_choose(&session->execution, config, &session->sizes, session->backend, err);
+}
+
+int session_open_model(struct session *session, struct error *err)
+{
+    return open_model(session, err) == 0 ? 0 : config_name_places(session->config, err);
+}
+
+int session_open(struct session *session, struct config *config, int needs, struct error *err)
+{
+    if (session_open_data(session, config, needs, err) != 0)
+        return -1;
+    return session_open_model(session, err);
 }
 
 static size_t memory_left(const struct backend *backend)
