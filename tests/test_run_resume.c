@@ -203,6 +203,10 @@ static void stop_and_continue(const char *name, int signal_number, const char *b
     // Everything that was done is saved.
     assert_int_equal(program_checkpoint(run_path(&fixture, "%s", name)), stopped);
     run_must_say(&fixture, name, "stopping at step");
+    char *last = memory_format("stopped after %lld of %d steps: the same command goes on\n",
+                               (long long)stopped, RUN_STEPS);
+    run_must_say(&fixture, name, last);
+    free(last);
     assert_int_equal(run_train(&fixture, name, NULL), 0);
     must_resume_at(name, stopped);
     run_must_equal(&fixture, "whole", name, RUN_STEPS);

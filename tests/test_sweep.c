@@ -225,6 +225,7 @@ static void kills_change_nothing(void **state)
     assert_int_equal(program_wait(&program, LIMIT), 75);
     must_be_gone(run);
     assert_true(program_checkpoint(run_path(&fixture, "killed/%s", point_names[2])) >= 11);
+    run_must_say(&fixture, "killed", "stopped: the same command goes on with the 2 points left\n");
 
     assert_int_equal(sweep("killed", "--show", run_path(&fixture, "killed"), NULL), 0);
     run_must_say(&fixture, "killed", "killed: not running");

@@ -240,6 +240,15 @@ static size_t count_fitting(const struct sweep *sweep)
     return count;
 }
 
+// Those that the next start runs, or tries again.
+static size_t count_left(const struct sweep *sweep)
+{
+    size_t count = 0;
+    for (size_t i = 0; i < sweep->point_count; i++)
+        count += sweep->points[i].state != SWEEP_DONE && sweep->points[i].state != SWEEP_TOO_LARGE;
+    return count;
+}
+
 static bool all_done(const struct sweep *sweep)
 {
     for (size_t i = 0; i < sweep->point_count; i++)
@@ -320,6 +329,11 @@ static int run_all(struct sweep *sweep, struct error *err)
     if (sweep_table_write(sweep, err) != 0)
         return EXIT_FAILED;
     log_info("the table is in %s: table.txt, table.csv, table.json", sweep->folder);
+    if (status == EXIT_STOPPED) {
+        size_t left = count_left(sweep);
+        log_info("stopped: the same command goes on with the %zu point%s left", left,
+                 left == 1 ? "" : "s");
+    }
     return status;
 }
 

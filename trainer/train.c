@@ -1,4 +1,6 @@
 // Owns a training run's course: epochs, validation, checkpoints, signals. A step is run_step.c's.
+#include <string.h>
+
 #include "base/log.h"
 #include "base/memory.h"
 #include "base/timer.h"
@@ -134,6 +136,16 @@ static int finish(const struct run *run, struct error *err)
     return session_rank(&run->session) == 0 ? run_end_write(run->folder.path, &end, err) : 0;
 }
 
+// The run's last words: how it goes on.
+static void tell_stop(const struct run *run)
+{
+    const char *resume = run->options->resume;
+    bool same = resume == NULL || strcmp(resume, "auto") == 0;
+    log_info("stopped after %lld of %lld steps: the same command%s goes on",
+             (long long)run->counters.step, (long long)run->steps.total,
+             same ? "" : " without --resume");
+}
+
 int command_train(const struct options *options)
 {
     struct run *run = memory_alloc(1, sizeof(*run)); // run_close frees it
@@ -161,6 +173,8 @@ int command_train(const struct options *options)
     if (status == EXIT_DONE)
         log_info("done: %lld steps; results are in %s", (long long)run->counters.step,
                  run->config.run.dir);
+    else if (status == EXIT_STOPPED)
+        tell_stop(run);
     else if (err.text[0] != '\0')
         tell_failure(run, status, &err);
     run_close(run);
