@@ -542,7 +542,8 @@ static void another_sweep_is_refused(void **state)
     run_must_say(&fixture, "alone", "--equal: it was steps and is anchors");
     assert_int_equal(sweep("alone/max_anchors=16,block_size=4", GRID, NULL), 2);
     char *text = program_text(run_path(&fixture, "alone/max_anchors=16,block_size=4.out"));
-    assert_non_null(strstr(text, "is the folder of a run"));
+    assert_non_null(
+        strstr(text, "is the folder of a run; a sweep needs one of its own: --set run.dir="));
     free(text);
 }
 

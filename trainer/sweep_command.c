@@ -193,7 +193,9 @@ static int check_folder(const struct sweep *sweep, struct error *err)
     bool is_run = files_exists(checkpoints);
     free(checkpoints);
     if (is_run)
-        return error_set(err, "run.dir: %s is the folder of a run; a sweep needs one of its own",
+        return error_set(err,
+                         "run.dir: %s is the folder of a run; a sweep needs one of its own: "
+                         "--set run.dir=FOLDER",
                          sweep->folder);
     return files_check_folder(sweep->folder, err) != 0 ? error_prefix(err, "run.dir") : 0;
 }
