@@ -558,7 +558,7 @@ static void second_sweep_is_refused(void **state)
         program_run(run_path(&fixture, "second.out"),
                     (const char *const[]){"sweep", "--show", run_path(&fixture, "twice"), NULL}),
         0);
-    run_must_say(&fixture, "second", "in use by process");
+    run_must_say(&fixture, "second", "twice: running as process ");
     run_must_say(&fixture, "second", "0 of 4 points, ETA ");
     char *dir = memory_format("run.dir=%s", run_path(&fixture, "twice"));
     const char *const words[] = {"sweep",

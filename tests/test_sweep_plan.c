@@ -221,7 +221,10 @@ static void what_can_not_be_planned_is_told(void **state)
     assert_int_equal(sweep("memory", "layers=1,2", LIMITED, "--device-memory", "5"), 2);
     run_must_say(&fixture, "memory", "layers=1: can not be planned: --device-memory: 5 is no");
     assert_int_equal(run_command(&fixture, "shown", false, "sweep", "--show", "nowhere", NULL), 2);
-    run_must_say(&fixture, "shown", "--show nowhere: holds no sweep.json");
+    run_must_say(&fixture, "shown", "--show nowhere: there is no such folder in /");
+    assert_int_equal(run_command(&fixture, "shown", false, "sweep", "--show", fixture.folder, NULL),
+                     2);
+    run_must_say(&fixture, "shown", ": holds no sweep.json");
 }
 
 // A plan alone says which vocabulary is missing, and counts steps without it.

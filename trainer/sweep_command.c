@@ -369,14 +369,27 @@ static void look_on(struct sweep *sweep, bool in_use)
     }
 }
 
+// run.dir is relative to the config's file, and what --show is given to the folder that it is called in.
+static void tell_no_sweep(const char *folder)
+{
+    char *here = getcwd(NULL, 0);
+    if (files_exists(folder) || folder[0] == '/' || here == NULL)
+        log_error("--show %s: %s; say the folder of a sweep, its run.dir", folder,
+                  files_exists(folder) ? "holds no sweep.json" : "there is no such folder");
+    else
+        log_error("--show %s: there is no such folder in %s; say a sweep's folder as it is seen "
+                  "from there (run.dir of a config is relative to the config's file)",
+                  folder, here);
+    free(here);
+}
+
 // How a sweep stands, from another process.
 static int show(const struct options *options)
 {
     struct sweep sweep = {.options = options, .lock_fd = -1, .parallel = 1};
     struct error err = {""};
     if (!sweep_state_exists(options->show)) {
-        log_error("--show %s: holds no sweep.json; say the folder of a sweep, its run.dir",
-                  options->show);
+        tell_no_sweep(options->show);
         return EXIT_REFUSED;
     }
     config_init(&sweep.config);
@@ -385,7 +398,7 @@ static int show(const struct options *options)
         char *holder = folder_lock_holder(options->show);
         look_on(&sweep, holder != NULL);
         char *progress = sweep_progress_text(&sweep);
-        printf("%s: %s%s\n", options->show, holder != NULL ? "in use by " : "not running",
+        printf("%s: %s%s\n", options->show, holder != NULL ? "running as " : "not running",
                holder != NULL ? holder : "");
         printf("%s\n", holder != NULL     ? progress
                        : all_done(&sweep) ? "all points are done"
