@@ -52,6 +52,28 @@ static void shards_that_are_there_are_used(void **state)
     run_fixture_close(&fixture);
 }
 
+// A drafter of either kind is described in its own words.
+static void each_kind_has_its_words(void **state)
+{
+    (void)state;
+    struct run_fixture fixture;
+    run_fixture_open(&fixture);
+    assert_int_equal(run_command(&fixture, "dflash", true, "plan", NULL), 0);
+    run_must_say(&fixture, "dflash", "drafter   2 layers, ");
+    run_must_say(&fixture, "dflash", " anchors, 384 block rows each, in 1 group\n");
+    run_must_say(&fixture, "dflash",
+                 "Every anchor drawn, every token supervised; a block row sees");
+    assert_int_equal(run_command(&fixture, "eagle3", true, "plan", "--set", "drafter.kind=eagle3",
+                                 "--set", "layers=1", NULL),
+                     0);
+    run_must_say(&fixture, "eagle3", "drafter   1 layer, ");
+    run_must_say(&fixture, "eagle3", "2 rows of 255 positions, 7 ttt_steps each, in ");
+    run_must_say(&fixture, "eagle3", "Every token supervised; a position sees");
+    run_must_say(&fixture, "eagle3", "KiB of logits");
+    assert_false(run_says(&fixture, "eagle3", "block row"));
+    run_fixture_close(&fixture);
+}
+
 // What a run that does not fit says is tried: with the first value it names the run fits.
 static void a_run_that_does_not_fit_is_refused(void **state)
 {
@@ -66,7 +88,7 @@ static void a_run_that_does_not_fit_is_refused(void **state)
     run_must_say(&fixture, "tight", "nearest that fit");
     run_must_say(&fixture, "tight", "activations");
     run_must_say(&fixture, "tight", "allowed by memory.limit");
-    run_must_say(&fixture, "tight", "dtrain plan --fit --set run.device=cpu looks further");
+    run_must_say(&fixture, "tight", "run.yaml --fit --set run.device=cpu looks further");
     assert_false(files_exists(run_path(&fixture, "tight"))); // nothing was written
     char *text = program_text(run_path(&fixture, "tight.out"));
     char *offer = strstr(text, "--set memory.group_rows=");
@@ -305,6 +327,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(shards_that_are_there_are_used),
+        cmocka_unit_test(each_kind_has_its_words),
         cmocka_unit_test(a_run_that_does_not_fit_is_refused),
         cmocka_unit_test(open_cuts_become_smaller),
         cmocka_unit_test(a_frozen_cut_is_not_changed_unasked),

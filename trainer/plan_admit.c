@@ -206,8 +206,8 @@ static int add_offers(struct refusal *r, struct error *err)
     // A plan takes auto for a GPU, also where there is none.
     bool cpu = strcmp(r->plan->execution.device, "cpu") == 0;
     return r->how != ADMIT_NEW ? -1
-                               : error_add(err, "dtrain plan --fit%s looks further",
-                                           cpu ? " --set run.device=cpu" : "");
+                               : error_add(err, "dtrain plan --config %s --fit%s looks further",
+                                           r->config->file, cpu ? " --set run.device=cpu" : "");
 }
 
 static const char *limited_by(const struct plan_subject *subject, const struct config *config,

@@ -50,9 +50,9 @@ static void print_model(const struct plan_report *r, FILE *out)
     fprintf(out, "          hidden %s, vocabulary %s, %s\n", plan_number(s->hidden, a),
             plan_number(s->vocab, b),
             subject->target->tied ? "the embedding is the head" : "a head of its own");
-    fprintf(out, "drafter   %lld layers, %lld/%lld heads of %lld, MLP %s, ", (long long)s->layers,
-            (long long)s->heads, (long long)s->kv_heads, (long long)s->head_dim,
-            plan_number(s->intermediate, a));
+    fprintf(out, "drafter   %lld layer%s, %lld/%lld heads of %lld, MLP %s, ", (long long)s->layers,
+            s->layers == 1 ? "" : "s", (long long)s->heads, (long long)s->kv_heads,
+            (long long)s->head_dim, plan_number(s->intermediate, a));
     if (s->kind == DRAFTER_EAGLE3)
         fprintf(out, "%lld ttt_steps, a %s head of %s tokens: ", (long long)s->ttt_steps,
                 s->trainable_head ? "trained" : "frozen", plan_number(s->draft_vocab, a));
@@ -178,14 +178,27 @@ static void print_choices(const struct plan_report *r, FILE *out)
     print_choice(r, out, "logits", e->logits);
 }
 
+// What a step computes on: blocks at anchors, or positions with all their ttt_steps.
+static void print_step_rows(const struct plan_report *r, FILE *out)
+{
+    const struct plan_work *w = r->work;
+    const struct drafter_sizes *s = &r->plan->sizes;
+    char a[PLAN_NUMBER_TEXT], b[PLAN_NUMBER_TEXT];
+    fprintf(out, "\none step: %lld row%s of %s ", (long long)w->rows, w->rows == 1 ? "" : "s",
+            plan_number((int64_t)w->anchors, a));
+    if (s->kind == DRAFTER_EAGLE3)
+        fprintf(out, "positions, %lld ttt_step%s each, ", (long long)s->ttt_steps,
+                s->ttt_steps == 1 ? "" : "s");
+    else
+        fprintf(out, "anchors, %s block rows each, ", plan_number((int64_t)w->block_rows, b));
+    fprintf(out, "in %.0f group%s\n", w->groups, w->groups > 1.0 ? "s" : "");
+}
+
 static void print_work(const struct plan_report *r, FILE *out)
 {
     const struct plan_work *w = r->work;
     struct unit unit = flop_unit(w->flops);
-    char a[PLAN_NUMBER_TEXT], b[PLAN_NUMBER_TEXT];
-    fprintf(out, "\none step: %lld row%s of %s anchors, %s block rows each, in %.0f group%s\n",
-            (long long)w->rows, w->rows == 1 ? "" : "s", plan_number((int64_t)w->anchors, a),
-            plan_number((int64_t)w->block_rows, b), w->groups, w->groups > 1.0 ? "s" : "");
+    print_step_rows(r, out);
     const struct {
         const char *name;
         double flops;
@@ -203,11 +216,13 @@ static void print_work(const struct plan_report *r, FILE *out)
         if (lines[i].flops > 0.0)
             fprintf(out, "  %-20s %9.2f %s\n", lines[i].name, lines[i].flops / unit.size,
                     unit.name);
-    fprintf(
-        out,
-        "  Every anchor drawn, every token supervised; a block row sees %.0f tokens of context\n"
-        "  on average%s.\n",
-        w->visible, w->guessed ? ", were every row one document" : " over these documents");
+    fprintf(out,
+            "  %s sees %.0f tokens of context\n"
+            "  on average%s.\n",
+            r->plan->sizes.kind == DRAFTER_EAGLE3
+                ? "Every token supervised; a position"
+                : "Every anchor drawn, every token supervised; a block row",
+            w->visible, w->guessed ? ", were every row one document" : " over these documents");
     if (strcmp(r->plan->execution.device, "cpu") == 0)
         return;
     fprintf(out, "  %-20s %9.2f s at %.0f TFLOP/s and %.1f TB/s for the update, on one GPU\n",

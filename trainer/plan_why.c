@@ -2,6 +2,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/byte_size.h"
 #include "trainer/plan_print.h"
 
 static const char *device(const struct plan *plan)
@@ -31,19 +32,20 @@ static void why_group(const struct plan *plan, const struct config *config, char
 
 static void why_chunk(const struct plan *plan, const struct config *config, char *text)
 {
-    char number[PLAN_NUMBER_TEXT];
+    char number[PLAN_NUMBER_TEXT], size[BYTE_SIZE_TEXT];
     const struct execution *e = &plan->execution;
     double bytes = (double)e->chunk_rows * (double)plan->sizes.vocab *
-                   (strcmp(e->logits, "bf16") == 0 ? 2.0 : 4.0) / 0x1p30;
+                   (strcmp(e->logits, "bf16") == 0 ? 2.0 : 4.0);
+    byte_size_text(bytes, size);
     if (e->chunk_rows != plan->first.chunk_rows)
-        snprintf(text, PLAN_WHY_TEXT, "less than the usual %s, so that it fits: %.2f GiB of logits",
-                 plan_number(plan->first.chunk_rows, number), bytes);
+        snprintf(text, PLAN_WHY_TEXT, "less than the usual %s, so that it fits: %s of logits",
+                 plan_number(plan->first.chunk_rows, number), size);
     else
-        snprintf(text, PLAN_WHY_TEXT, "%s: students and teachers, %.2f GiB of logits",
+        snprintf(text, PLAN_WHY_TEXT, "%s: students and teachers, %s of logits",
                  config->memory.chunk_rows == 0               ? "chosen"
                  : config->memory.chunk_rows == e->chunk_rows ? "given"
                                                               : "fewer were given, the least",
-                 bytes);
+                 size);
 }
 
 static void why_recompute(const struct plan *plan, const struct config *config, char *text)

@@ -50,9 +50,9 @@ void run_describe_start(const struct run *run)
              (long long)d->dropped_unsupervised, (long long)d->dropped_bad, (long long)d->cut,
              (long long)run->config.data.seq_len);
     bool eagle3 = run->session.sizes.kind == DRAFTER_EAGLE3;
-    log_info("drafter: %lld layers, %s %lld, %.2f M trainable parameters",
-             (long long)run->session.sizes.layers, eagle3 ? "EAGLE-3, ttt_steps" : "blocks of",
-             (long long)run->session.sizes.block_size,
+    log_info("drafter: %lld layer%s, %s %lld, %.2f M trainable parameters",
+             (long long)run->session.sizes.layers, run->session.sizes.layers == 1 ? "" : "s",
+             eagle3 ? "EAGLE-3, ttt_steps" : "blocks of", (long long)run->session.sizes.block_size,
              (double)run->session.params.trainable * 1e-6);
     if (eagle3)
         log_info("anchors: every position that a ttt_step is scored at");
