@@ -433,8 +433,8 @@ static void what_sglang_does_not_run_is_refused_by_name(void **state)
                                       "drafter.sliding_window=12", NULL},
                 EXPORT_SPECFORGE, "drafter.layer_types: SGLang does not read windows",
                 "layer_types");
-    must_refuse(llama, EXPORT_ZLAB, "drafter.kind: the z-lab layout is one of DFlash drafters",
-                NULL);
+    must_refuse(llama, EXPORT_ZLAB,
+                "not exported: drafter.kind: the z-lab layout is one of DFlash drafters", NULL);
     struct error err = {""};
     assert_int_equal(export_check_allowed("kind", &err), -1);
     assert_int_equal(export_check_allowed("style,norm_before_fc,norm_before_residual", &err), 0);

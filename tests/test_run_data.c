@@ -203,6 +203,7 @@ static void nothing_supervised_is_said(void **state)
     change_shard(no_supervised_token);
     assert_int_equal(run_train(&fixture, "empty", NULL), 2);
     run_must_say(&fixture, "empty", "no supervised token in the data set");
+    run_must_say(&fixture, "empty", "among their first 256 (data.seq_len, by which");
     must_have_no_step("empty");
 }
 

@@ -38,7 +38,8 @@ const struct option_row option_rows[] = {
      .value_at = FIELD(checkpoint),
      .value = "DIR",
      .completes = VALUE_FOLDER,
-     .help = "the checkpoint: a folder `step-*` of `checkpoints` in a run's folder"},
+     .help =
+         "the checkpoint: a folder `step-*` of `checkpoints` in a run's folder, or `best` there"},
     {.name = "config",
      .kind = OPTION_TEXT,
      .value_at = FIELD(config),
