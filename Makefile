@@ -23,7 +23,8 @@ build: configure
 	@cmake --build $(BUILD)
 
 test: build
-	@ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS)
+	@ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS) --output-junit tests.xml; \
+	status=$$?; .ci/skipped $(BUILD)/tests.xml; exit $$status
 
 demo: configure
 	@cmake --build $(BUILD) --target dtrain
