@@ -84,6 +84,8 @@ def _of_eagle3(drafter, target, checkpoint):
     kept, path = None, drafter.get("draft_vocab")
     if path:
         kept = kept_ids(os.path.join(checkpoint, path), "d2t")
+        if len(kept) == target["vocab_size"]:  # every token: exports have no tables of it
+            kept = None
     return {"drafts": drafter["ttt_steps"], "head_norms": drafter["style"] == "qwen3", "kept": kept,
             "draft_vocab_size": target["vocab_size"] if kept is None else len(kept),
             **{name: bool(drafter.get(name)) for name in SWITCHES}}

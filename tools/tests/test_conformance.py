@@ -141,6 +141,15 @@ class Trained(Case):
         for name in ("target_layer_ids", "mask_token_id", "block_size", "layer_types", "rope_theta", "head_dim"):
             self.assertEqual(ours[name], other[name], name)
 
+    @unittest.skipIf(importlib.util.find_spec("yaml") is None, "needs PyYAML")
+    def test_a_map_of_every_token_is_none(self):
+        run = RUN.replace("kind: dflash", "kind: eagle3\n  style: llama\n  ttt_steps: 3\n  draft_vocab: map.safetensors")
+        checkpoint = self.write("run-eagle3", "config.yaml", run)
+        for tokens, kept in ((50, None), (49, list(range(49)))):
+            with mock.patch.object(trained, "kept_ids", return_value=list(range(tokens))):
+                settings = trained.from_checkpoint(checkpoint, self.target)
+            self.assertEqual((settings["kept"], settings["draft_vocab_size"]), (kept, tokens))
+
     def test_eagle3_of_both_styles_is_specforge(self):
         inner = {name: value for name, value in ZLAB.items() if name not in ("architectures", "block_size", "dflash_config")}
         for number, name in enumerate(("LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM")):
