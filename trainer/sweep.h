@@ -2,10 +2,10 @@
 // known of each, and the sweep's folder. Each point is an ordinary run, a process of its own, in a folder
 // of its own.
 //   sweep_grid.c keys, values, names        sweep_steps.c  steps of each point, by what is equal
-//   sweep_check.c every point's config
-//   sweep_state.c sweep.json, restarts      sweep_plan.c   memory of each point
-//   sweep_process.c child processes         sweep_run.c    which point runs when, signals
-//   sweep_watch.c progress, time left       sweep_result.c numbers of a run
+//   sweep_check.c every point's config      sweep_plan.c   memory of each point
+//   sweep_state.c sweep.json, restarts      sweep_run.c    which point runs when, signals
+//   sweep_process.c child processes         sweep_result.c numbers of a run
+//   sweep_watch.c progress, time left       sweep_front.c  which points are best
 //   sweep_table.c the table                 sweep_command.c the command
 #ifndef TRAINER_SWEEP_H
 #define TRAINER_SWEEP_H
@@ -83,6 +83,7 @@ struct sweep_point {
     double blocked;      // when its folder was first found in use; 0: it is not
     struct sweep_watch watch;
     struct sweep_result result;
+    bool front_time, front_memory; // on the Pareto front, as sweep_compare found
 };
 
 struct sweep {
@@ -174,7 +175,7 @@ int sweep_await(struct sweep *sweep, double seconds);
 // The last error in a text of log lines, which this cuts up; the caller frees. NULL: there is none.
 char *sweep_last_error(char *text);
 
-// ---- sweep_watch.c, sweep_result.c, sweep_table.c, sweep_run.c -----------------------------------
+// ---- sweep_watch.c, sweep_result.c ---------------------------------------------------------------
 
 // Reads what the run's metrics.jsonl (in FOLDER) has got since the last call.
 void sweep_watch_read(struct sweep_watch *watch, const char *folder);
@@ -192,7 +193,14 @@ double sweep_left(const struct sweep *sweep);
 void sweep_result_read(struct sweep_result *result, const char *folder, int64_t block_size,
                        const struct config_ints *drafts);
 
-// Reads every point's result.
+// ---- sweep_front.c, sweep_table.c, sweep_run.c ---------------------------------------------------
+
+// What is done by what points are ranked by; NULL: no point has been scored.
+const struct sweep_point *sweep_best(const struct sweep *sweep);
+// Sets which points are on the Pareto fronts, from their results.
+void sweep_compare(struct sweep *sweep);
+
+// Reads every point's result, and compares them.
 void sweep_table_read(struct sweep *sweep);
 void sweep_table_print(const struct sweep *sweep, FILE *out);
 // table.txt, table.csv and table.json.

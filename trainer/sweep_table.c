@@ -1,4 +1,4 @@
-// Owns the comparison: the best point, the Pareto fronts, and the table as text, CSV and JSON.
+// Owns the table as text, CSV and JSON. What is best is sweep_front.c's.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,51 +14,7 @@ void sweep_table_read(struct sweep *sweep)
     for (size_t i = 0; i < sweep->point_count; i++)
         sweep_result_read(&sweep->points[i].result, sweep->points[i].folder,
                           sweep->points[i].block_size, &sweep->drafts);
-}
-
-// ---- comparison ----------------------------------------------------------------------------------
-
-// The larger the better: what points are ranked by.
-static double score(const struct sweep *sweep, const struct sweep_point *point)
-{
-    if (point->state != SWEEP_DONE)
-        return (double)NAN;
-    return sweep->validates ? point->result.best_walk : -point->result.loss;
-}
-
-static double cost(const struct sweep_point *point, bool memory)
-{
-    return memory ? point->result.memory : point->result.seconds;
-}
-
-// NULL: no point has been scored.
-static const struct sweep_point *best_point(const struct sweep *sweep)
-{
-    const struct sweep_point *best = NULL;
-    for (size_t i = 0; i < sweep->point_count; i++) {
-        const struct sweep_point *point = &sweep->points[i];
-        double own = score(sweep, point), other = best != NULL ? score(sweep, best) : 0.0;
-        if (!isfinite(own))
-            continue;
-        bool better = best == NULL || own > other ||
-                      (!(own < other) && point->result.seconds < best->result.seconds);
-        best = better ? point : best;
-    }
-    return best;
-}
-
-// No other point is at least as good in both and better in one.
-static bool on_front(const struct sweep *sweep, const struct sweep_point *point, bool memory)
-{
-    double own = score(sweep, point), price = cost(point, memory);
-    if (!isfinite(own) || !isfinite(price))
-        return false;
-    for (size_t i = 0; i < sweep->point_count; i++) {
-        double other = score(sweep, &sweep->points[i]), pays = cost(&sweep->points[i], memory);
-        if (other >= own && pays <= price && (other > own || pays < price))
-            return false;
-    }
-    return true;
+    sweep_compare(sweep);
 }
 
 // ---- columns -------------------------------------------------------------------------------------
@@ -223,11 +179,11 @@ static void fill_point(const struct grid_text *text, const struct sweep *sweep,
     for (size_t a = 0; a < sweep->grid.axis_count; a++)
         snprintf(cell_at(text, i + 1, at++), CELL, "%s", sweep_grid_value(&sweep->grid, i, a));
     snprintf(cell_at(text, i + 1, at++), CELL, "%s%s", sweep_state_name(point->state),
-             point == best_point(sweep) ? ", best" : "");
+             point == sweep_best(sweep) ? ", best" : "");
     for (size_t c = 0; c < columns->count; c++)
         if (columns->items[c].shown)
             cell_text(cell_at(text, i + 1, at++), &columns->items[c], point);
-    bool time = on_front(sweep, point, false), memory = on_front(sweep, point, true);
+    bool time = point->front_time, memory = point->front_memory;
     snprintf(cell_at(text, i + 1, at++), CELL, "%s%s%s", time ? "time" : "",
              time && memory ? ", " : "", memory ? "memory" : "");
 }
@@ -265,7 +221,7 @@ static void print_front(const struct sweep *sweep, bool memory, FILE *out)
     fprintf(out, "Pareto front, %s against %s:", sweep->validates ? "best walk" : "loss",
             memory ? "memory" : "time");
     for (size_t i = 0; i < sweep->point_count; i++)
-        if (on_front(sweep, &sweep->points[i], memory)) {
+        if (memory ? sweep->points[i].front_memory : sweep->points[i].front_time) {
             fprintf(out, "%s %s", first ? "" : ";", sweep->points[i].name);
             first = false;
         }
@@ -282,7 +238,7 @@ static bool varies_blocks(const struct sweep *sweep)
 
 static void print_conclusion(const struct sweep *sweep, FILE *out)
 {
-    const struct sweep_point *best = best_point(sweep);
+    const struct sweep_point *best = sweep_best(sweep);
     if (best != NULL && sweep->validates)
         fprintf(out, "best: %s, accept_len_walk %.4f at step %lld\n", best->name,
                 best->result.best_walk, (long long)best->result.best_step);
@@ -355,8 +311,7 @@ static void put_csv_point(const struct sweep *sweep, const struct columns *colum
         if (isfinite(value))
             fprintf(out, columns->items[c].whole ? "%.0f" : "%.17g", value);
     }
-    fprintf(out, ",%d,%d,%d,", point == best_point(sweep), on_front(sweep, point, false),
-            on_front(sweep, point, true));
+    fprintf(out, ",%d,%d,%d,", point == sweep_best(sweep), point->front_time, point->front_memory);
     put_quoted(point->reason != NULL ? point->reason : "", out);
     fputc('\n', out);
 }
@@ -400,15 +355,15 @@ static cJSON *point_json(const struct sweep *sweep, const struct columns *column
         else
             json_add_real(to, column->name, value);
     }
-    cJSON_AddBoolToObject(object, "front_time", on_front(sweep, point, false));
-    cJSON_AddBoolToObject(object, "front_memory", on_front(sweep, point, true));
+    cJSON_AddBoolToObject(object, "front_time", point->front_time);
+    cJSON_AddBoolToObject(object, "front_memory", point->front_memory);
     return object;
 }
 
 static int write_json(const struct sweep *sweep, const char *path, struct error *err)
 {
     struct columns columns;
-    const struct sweep_point *best = best_point(sweep);
+    const struct sweep_point *best = sweep_best(sweep);
     cJSON *root = cJSON_CreateObject();
     make_columns(&columns, sweep);
     cJSON_AddStringToObject(root, "format", "dtrain-sweep-table");

@@ -247,17 +247,31 @@ def sort_value(text):
         return (1, 0.0, text)
 
 
+# How much less than a better run one has to take to be on a front: a process's memory differs from start to start.
+# As in `dtrain sweep`.
+LESS = {"seconds": 1.0, "memory_bytes": 0.99}
+
+
 def on_front(points, cost):
-    """Of {name: (score, costs)}: those that no other point is at least as good as in both, and better in one."""
-    front = []
-    for name, (score, costs) in points.items():
-        own = costs[cost]
-        if score is None or own is None:
-            continue
-        if not any(other is not None and others[cost] is not None and other >= score and others[cost] <= own and
-                   (other > score or others[cost] < own) for other, others in points.values()):
-            front.append(name)
-    return front
+    """Of {name: (score, costs)}: each one that takes less than all better ones that are on the front. Not than any
+    better one: of many that take little more each, the front would keep the last alone."""
+    ranked = sorted(((-score, costs[cost]) for score, costs in points.values()
+                     if score is not None and costs[cost] is not None))
+    front, least = set(), math.inf
+    for rank in ranked:
+        if rank[1] < LESS[cost] * least:
+            front.add(rank)
+            least = rank[1]
+    return [name for name, (score, costs) in points.items() if score is not None and (-score, costs[cost]) in front]
+
+
+def colour_range(values):
+    """(low, high) of a heat map's colours, about the values: at least 5 % of the largest apart, so that what is nearly
+    the same looks so."""
+    low, high = min(values), max(values)
+    wide = max(high - low, 0.05 * max(abs(low), abs(high)))
+    middle = (low + high) / 2
+    return middle - wide / 2, middle + wide / 2
 
 
 class Report:

@@ -460,7 +460,7 @@ def heat(report, styles, title, name, form, cost):
     known = {at: report.summaries[label][name] for at, label in cells.items()
              if report.summaries[label][name] is not None}
     figure, axes = start(title, size=(SMALL[0], max(2.4, 1.2 + 0.52 * len(rows))), steps=False)
-    low, high = min(known.values()), max(known.values())
+    low, high = data.colour_range(known.values())
     best = (min if cost else max)(known, key=known.get)
     colours = COST if cost else HEAT
     for y, row in enumerate(rows):

@@ -213,6 +213,25 @@ class Comparing(Folders):
                   "d": (2.0, {"seconds": 2.0}), "e": (None, {"seconds": 0.1}), "f": (1.0, {"seconds": 1.5})}
         self.assertEqual(data.on_front(points, "seconds"), ["a", "b", "d"])
 
+    def test_memory_within_one_percent_is_equal(self):
+        # What dtrain sweep marks, too: tests/test_sweep_table.c.
+        def front(points):
+            return data.on_front({str(i): (score, {"memory_bytes": bytes}) for i, (score, bytes) in enumerate(points, 1)},
+                                 "memory_bytes")
+
+        self.assertEqual(front([(1.0, 206.4), (1.1, 207.5), (1.2, 206.0), (1.3, 207.0)]), ["4"])
+        self.assertEqual(front([(1.0, 100.0), (1.1, 100.6), (1.2, 101.2), (1.3, 101.8), (1.4, 102.4), (1.5, 103.0)]),
+                         ["2", "4", "6"])
+        self.assertEqual(front([(1.0, 100.0), (2.0, 200.0), (1.5, 150.0), (2.0, 200.0), (1.0, 100.5), (1.9, 199.0)]),
+                         ["1", "2", "3", "4"])
+
+    def test_colours_of_what_is_nearly_equal(self):
+        self.assertEqual(data.colour_range([1.0, 3.0]), (1.0, 3.0))
+        low, high = data.colour_range([199.0, 200.0])
+        self.assertAlmostEqual(low, 194.5)
+        self.assertAlmostEqual(high, 204.5)
+        self.assertEqual(data.colour_range([0.0]), (0.0, 0.0))
+
     def test_without_validation_the_loss_decides(self):
         folders = [self.run_folder(name, [step_line(1), step_line(2, loss=loss)]) for name, loss in
                    (("worse", 3.0), ("better", 2.0))]
@@ -281,9 +300,11 @@ class Drawing(Comparing):
         self.assertEqual(slots, [[0.75, step / 100] for step in (0, 10, 20, 30, 40)])
 
     def test_heat_maps(self):
-        report = self.grid()
-        texts = [text.get_text() for text in self.drawn(report)["compare-best_walk"].axes[0].texts]
+        drawn = self.drawn(self.grid())
+        texts = [text.get_text() for text in drawn["compare-best_walk"].axes[0].texts]
         self.assertEqual(texts, ["1.600", "1.650", "1.500", "1.550"])  # 128 above 32
+        cells = drawn["compare-memory_bytes"].axes[0].patches  # all take the same
+        self.assertEqual([cell.get_facecolor() for cell in cells if cell.get_fill()], [figures.COST(0.5)] * 4)
 
     def test_bytes_are_as_in_plans(self):
         self.assertEqual([figures.format_bytes(value) for value in (0, 1536, 57.25 * 2 ** 20, 1000 * 2 ** 20, 2 ** 40)],
