@@ -101,6 +101,8 @@ static const struct offered {
     {{"--set", "rope_s"}, "rope_scaling=\n"},
     {{"--set", "run.device", "=", "c"}, "cpu\ncuda\n"},
     {{"--set", "=", "device", "=", "c"}, "cpu\ncuda\n"},
+    {{"sweep", "--grid", "device", "=", "cuda,c"}, "cuda,cpu\ncuda,cuda\n"},
+    {{"sweep", "--grid", "train", "=", "shards/a.h5,sh"}, "shards/a.h5,shards\n"},
     {{"--set", "check_crc", "="}, "false\ntrue\n"},
     {{"--set", "target.path", "=", "sh"}, "shards\n"},
     {{"--set", "run.seed", "=", "1", "--repl"}, "--replan\n"},
@@ -131,6 +133,7 @@ static void bash_offers_whole_words(void **state)
     static const struct offered whole[] = {
         {{"--set", "run.device=cu"}, "run.device=cuda\n"},
         {{"--set=run.device=cu"}, "--set=run.device=cuda\n"},
+        {{"sweep", "--grid=run.device=cpu,cu"}, "--grid=run.device=cpu,cuda\n"},
         {{"--config=ru"}, "--config=run.yaml\n"},
         {{"--config", "ru"}, "run.yaml\n"},
     };
