@@ -1,4 +1,5 @@
-// The comparison of a sweep's points from numbers that are made up: which are on the fronts.
+// The comparison of a sweep's points from numbers that are made up: which are on the fronts, and the table on terminals
+// of different widths.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -85,11 +86,72 @@ static void memory_within_one_percent_is_equal(void **state)
     sweep_release(&sweep);
 }
 
+// ---- text ----------------------------------------------------------------------------------------
+
+static char *print(const struct sweep *sweep, size_t most)
+{
+    char *text = NULL;
+    size_t size = 0;
+    FILE *out = open_memstream(&text, &size);
+    assert_non_null(out);
+    sweep_table_print(sweep, most, out);
+    assert_int_equal(fclose(out), 0);
+    return text;
+}
+
+// Of the lines of the table, without those below it.
+static size_t widest(const char *text, int lines)
+{
+    size_t most = 0;
+    for (; lines > 0; lines--) {
+        size_t n = strcspn(text, "\n");
+        most = n > most ? n : most;
+        text += n + 1;
+    }
+    return most;
+}
+
+static void a_narrow_terminal_has_fewer_columns(void **state)
+{
+    (void)state;
+    static const double numbers[2][3] = {{1.5, 100.0, 5e7}, {1.25, 50.0, 4e7}};
+    static const char *const kept[] = {"max_anchors", "state", "best walk", "memory", "front"};
+    struct sweep sweep;
+    make(&sweep, numbers, 2);
+    sweep.drafts.items = memory_alloc(2, sizeof(*sweep.drafts.items));
+    sweep.drafts.items[0] = 1;
+    sweep.drafts.items[1] = 3;
+    sweep.drafts.count = 2;
+    char *full = print(&sweep, 0);
+    size_t width = widest(full, 3);
+    assert_true(width > 120);
+    assert_null(strstr(full, "left out"));
+    char *same = print(&sweep, width);
+    assert_string_equal(same, full);
+    free(same);
+    for (size_t most = 60; most < width; most += 7) {
+        char *text = print(&sweep, most),
+             *head = memory_format("%.*s", (int)strcspn(text, "\n"), text);
+        assert_true(widest(text, 3) <= most);
+        for (size_t k = 0; k < sizeof(kept) / sizeof(*kept); k++)
+            assert_non_null(strstr(head, kept[k]));
+        assert_non_null(strstr(text, "\nleft out on this narrow terminal: "));
+        assert_null(strstr(head, "at step"));
+        assert_non_null(strstr(text, "at step")); // in the line that names what is left out
+        assert_true((strstr(head, "3 drafts") == NULL) == (strstr(text, ", 3 drafts") != NULL));
+        free(head);
+        free(text);
+    }
+    free(full);
+    sweep_release(&sweep);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(fronts),
         cmocka_unit_test(memory_within_one_percent_is_equal),
+        cmocka_unit_test(a_narrow_terminal_has_fewer_columns),
     };
     return cmocka_run_group_tests_name("sweep_table", tests, NULL, NULL);
 }

@@ -202,7 +202,8 @@ void sweep_compare(struct sweep *sweep);
 
 // Reads every point's result, and compares them.
 void sweep_table_read(struct sweep *sweep);
-void sweep_table_print(const struct sweep *sweep, FILE *out);
+// In so many characters a line, where some columns do not fit without them and a line that says which; 0: in full.
+void sweep_table_print(const struct sweep *sweep, size_t most, FILE *out);
 // table.txt, table.csv and table.json.
 int sweep_table_write(const struct sweep *sweep, struct error *err);
 

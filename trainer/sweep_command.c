@@ -4,6 +4,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -323,11 +324,18 @@ static int prepare_watched(struct sweep *sweep, struct error *err)
     return status;
 }
 
+// Characters of a line of the terminal that stdout is; 0: it is none.
+static size_t line_of_output(void)
+{
+    struct winsize size;
+    return ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 ? size.ws_col : 0;
+}
+
 static int run_all(struct sweep *sweep, struct error *err)
 {
     int status = sweep_run(sweep);
     sweep_table_read(sweep);
-    sweep_table_print(sweep, stdout);
+    sweep_table_print(sweep, line_of_output(), stdout);
     if (sweep_table_write(sweep, err) != 0)
         return EXIT_FAILED;
     log_info("the table is in %s: table.txt, table.csv, table.json", sweep->folder);
@@ -403,7 +411,7 @@ static int show(const struct options *options)
         printf("%s\n", holder != NULL     ? progress
                        : all_done(&sweep) ? "all points are done"
                                           : "the same command goes on with it");
-        sweep_table_print(&sweep, stdout);
+        sweep_table_print(&sweep, line_of_output(), stdout);
         free(progress);
         free(holder);
     } else {

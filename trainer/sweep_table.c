@@ -150,6 +150,7 @@ static void cell_text(char text[CELL], const struct column *column, const struct
 struct grid_text {
     char (*cells)[CELL]; // [rows, width]
     size_t *widths;      // [width]
+    bool *hidden;        // [width] columns that are left out
     size_t rows, width;
 };
 
@@ -188,7 +189,7 @@ static void fill_point(const struct grid_text *text, const struct sweep *sweep,
              time && memory ? ", " : "", memory ? "memory" : "");
 }
 
-static void print_cells(const struct grid_text *text, FILE *out)
+static void measure(const struct grid_text *text)
 {
     for (size_t c = 0; c < text->width; c++) {
         text->widths[c] = 0;
@@ -197,12 +198,64 @@ static void print_cells(const struct grid_text *text, FILE *out)
             text->widths[c] = n > text->widths[c] ? n : text->widths[c];
         }
     }
+}
+
+static size_t line_width(const struct grid_text *text)
+{
+    size_t sum = 0;
+    for (size_t c = 0; c < text->width; c++)
+        sum += text->hidden[c] ? 0 : text->widths[c] + (c > 0 ? 2 : 0);
+    return sum;
+}
+
+// What a narrow terminal does without, until the rest fits.
+static void hide_columns(const struct grid_text *text, const struct columns *columns, size_t first,
+                         size_t most)
+{
+    // NULL: those of numbers of drafts.
+    static const char *const order[] = {"at step",  "tokens/s",  "block rows/s", "anchors",
+                                        "val loss", "last walk", "overlap",      NULL,
+                                        "steps",    "loss",      "time"};
+    for (size_t o = 0; o < sizeof(order) / sizeof(*order); o++) {
+        size_t at = first;
+        for (size_t c = 0; c < columns->count; c++) {
+            const struct column *column = &columns->items[c];
+            if (!column->shown)
+                continue;
+            bool draft = column->value == NULL;
+            bool next = order[o] == NULL ? draft : strcmp(column->title, order[o]) == 0;
+            if (next && line_width(text) > most)
+                text->hidden[at] = true;
+            at++;
+        }
+    }
+}
+
+static void print_cells(const struct grid_text *text, FILE *out)
+{
     for (size_t r = 0; r < text->rows; r++) {
         const char *last = cell_at(text, r, text->width - 1);
         for (size_t c = 0; c + 1 < text->width; c++)
-            fprintf(out, "%s%*s", c > 0 ? "  " : "", (int)text->widths[c], cell_at(text, r, c));
+            if (!text->hidden[c])
+                fprintf(out, "%s%*s", c > 0 ? "  " : "", (int)text->widths[c], cell_at(text, r, c));
         fprintf(out, "%s%s\n", last[0] != '\0' ? "  " : "", last);
     }
+}
+
+// Says which columns are not there, and where they are.
+static void print_hidden(const struct grid_text *text, const struct sweep *sweep, FILE *out)
+{
+    char *path = memory_format("%s/table.txt", sweep->folder);
+    const char *between = "left out on this narrow terminal: ";
+    for (size_t c = 0; c < text->width; c++)
+        if (text->hidden[c]) {
+            fprintf(out, "%s%s", between, cell_at(text, 0, c));
+            between = ", ";
+        }
+    if (between[0] == ',' && files_exists(path))
+        fprintf(out, "; all columns: less -S '%s'", path);
+    fprintf(out, "%s", between[0] == ',' ? "\n" : "");
+    free(path);
 }
 
 static void print_reasons(const struct sweep *sweep, FILE *out)
@@ -256,7 +309,7 @@ static void print_conclusion(const struct sweep *sweep, FILE *out)
                     : "; validation.draft_tokens adds columns at the same number");
 }
 
-void sweep_table_print(const struct sweep *sweep, FILE *out)
+void sweep_table_print(const struct sweep *sweep, size_t most, FILE *out)
 {
     struct columns columns;
     make_columns(&columns, sweep);
@@ -265,12 +318,18 @@ void sweep_table_print(const struct sweep *sweep, FILE *out)
         text.width += columns.items[c].shown;
     text.cells = memory_alloc(text.rows * text.width, sizeof(*text.cells));
     text.widths = memory_alloc(text.width, sizeof(*text.widths));
+    text.hidden = memory_alloc(text.width, sizeof(*text.hidden));
     fill_head(&text, sweep, &columns);
     for (size_t i = 0; i < sweep->point_count; i++)
         fill_point(&text, sweep, &columns, i);
+    measure(&text);
+    if (most > 0)
+        hide_columns(&text, &columns, sweep->grid.axis_count + 1, most);
     print_cells(&text, out);
+    print_hidden(&text, sweep, out);
     print_reasons(sweep, out);
     print_conclusion(sweep, out);
+    free(text.hidden);
     free(text.widths);
     free(text.cells);
 }
@@ -279,7 +338,7 @@ void sweep_table_print(const struct sweep *sweep, FILE *out)
 
 static void put_text(void *context, FILE *out)
 {
-    sweep_table_print(context, out);
+    sweep_table_print(context, 0, out);
 }
 
 static void put_quoted(const char *text, FILE *out)
