@@ -150,6 +150,7 @@ static void left_alone(void **state)
     assert_int_equal(sweep("alone", GRID, NULL), 0);
     run_must_say(&fixture, "alone", "4 of 4 points fit");
     run_must_say(&fixture, "alone", "best: max_anchors=");
+    run_must_say(&fixture, "alone", "Points have different numbers of drafts");
     cJSON *root = table("alone"), *plan = program_json(run_path(&fixture, "alone/sweep.json"));
     for (int i = 0; i < 4; i++) {
         double planned = program_number(point_at(plan, i), "anchors");

@@ -146,12 +146,38 @@ static void a_narrow_terminal_has_fewer_columns(void **state)
     sweep_release(&sweep);
 }
 
+// A block of 8 and 7 steps of EAGLE-3 have 7 drafts each. Their rows are not the same work.
+static void kinds_are_compared_by_drafts_and_tokens(void **state)
+{
+    (void)state;
+    static const double numbers[2][3] = {{1.5, 100.0, 5e7}, {1.25, 50.0, 4e7}};
+    static const char *const words = "Points have different numbers of drafts";
+    struct sweep sweep;
+    make(&sweep, numbers, 2);
+    sweep.points[0].block_size = 8;
+    sweep.points[1].block_size = 7;
+    sweep.points[0].result.most_drafts = sweep.points[1].result.most_drafts = 7;
+    char *text = print(&sweep, 0);
+    assert_null(strstr(text, words));
+    assert_non_null(strstr(text, "block rows/s"));
+    free(text);
+    sweep.points[1].result.most_drafts = 6;
+    snprintf(sweep.grid.axes[0].key, sizeof(sweep.grid.axes[0].key), "drafter.kind");
+    text = print(&sweep, 0);
+    assert_non_null(strstr(text, words));
+    assert_null(strstr(text, "block rows/s"));
+    assert_non_null(strstr(text, "tokens/s"));
+    free(text);
+    sweep_release(&sweep);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(fronts),
         cmocka_unit_test(memory_within_one_percent_is_equal),
         cmocka_unit_test(a_narrow_terminal_has_fewer_columns),
+        cmocka_unit_test(kinds_are_compared_by_drafts_and_tokens),
     };
     return cmocka_run_group_tests_name("sweep_table", tests, NULL, NULL);
 }

@@ -44,6 +44,7 @@ struct sweep_result {
     double walk, best_walk; // accept_len_walk of the last validation, and the best after step 0
     int64_t best_step;
     double walk_drafts[SWEEP_DRAFTS]; // of the last validation, by the sweep's numbers of drafts
+    int most_drafts;                  // that walk and best_walk allow a block; 0: not validated
     double accept_len, overlap, val_loss; // of the last validation
     double loss;                          // of training, mean of the last tenth of the steps
     // measured

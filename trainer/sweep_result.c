@@ -46,11 +46,19 @@ static void take_step(struct sums *sums, struct sweep_result *result, const cJSO
     sums->loss[sums->steps++] = number(line, "loss");
 }
 
+// Slot 0 of a block is its anchor, which has no agreement, or a draft.
+static int most_drafts(const cJSON *acc)
+{
+    int slots = cJSON_GetArraySize(acc);
+    return slots - (slots > 0 && cJSON_IsNull(cJSON_GetArrayItem(acc, 0)));
+}
+
 static void take_validation(struct sums *sums, struct sweep_result *result, const cJSON *line,
                             const struct config_ints *drafts)
 {
     double walk = number(line, "val_accept_len_walk"), step = number(line, "step");
     result->walk = walk;
+    result->most_drafts = most_drafts(cJSON_GetObjectItemCaseSensitive(line, "val_acc"));
     result->accept_len = number(line, "val_accept_len");
     result->overlap = number(line, "val_overlap");
     result->val_loss = number(line, "val_loss");

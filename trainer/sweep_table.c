@@ -77,9 +77,18 @@ static void add_drafts(struct columns *columns, const struct sweep *sweep)
     }
 }
 
+static bool varies(const struct sweep *sweep, const char *key)
+{
+    for (size_t a = 0; a < sweep->grid.axis_count; a++)
+        if (strcmp(sweep->grid.axes[a].key, key) == 0)
+            return sweep->grid.axes[a].count > 1;
+    return false;
+}
+
+// Rows of a block are other work in another kind of drafter: the rate of them compares points of one kind.
 static void make_columns(struct columns *columns, const struct sweep *sweep)
 {
-    bool val = sweep->validates;
+    bool val = sweep->validates, alike = !varies(sweep, "drafter.kind");
     *columns = (struct columns){.count = 0};
     add_column(columns, (struct column){"steps", "steps", 0, false, true, true, value_step, 0});
     add_column(columns, (struct column){"rows", "", 0, false, true, false, value_rows, 0});
@@ -109,7 +118,7 @@ static void make_columns(struct columns *columns, const struct sweep *sweep)
     add_column(columns,
                (struct column){"val_seconds", "", 1, true, false, false, value_val_seconds, 0});
     add_column(columns, (struct column){"block_rows_per_second", "block rows/s", 0, true, false,
-                                        true, value_block_rows, 0});
+                                        alike, value_block_rows, 0});
     add_column(columns, (struct column){"tokens_per_second", "tokens/s", 0, true, false, true,
                                         value_tokens_rate, 0});
     add_column(columns,
@@ -281,11 +290,15 @@ static void print_front(const struct sweep *sweep, bool memory, FILE *out)
     fprintf(out, "%s\n", first ? " no point yet" : "");
 }
 
-static bool varies_blocks(const struct sweep *sweep)
+static bool varies_drafts(const struct sweep *sweep)
 {
-    for (size_t i = 1; i < sweep->point_count; i++)
-        if (sweep->points[i].block_size != sweep->points[0].block_size)
+    int first = 0;
+    for (size_t i = 0; i < sweep->point_count; i++) {
+        int drafts = sweep->points[i].result.most_drafts;
+        if (first > 0 && drafts > 0 && drafts != first)
             return true;
+        first = first > 0 ? first : drafts;
+    }
     return false;
 }
 
@@ -302,7 +315,7 @@ static void print_conclusion(const struct sweep *sweep, FILE *out)
                 best->name, best->result.loss);
     print_front(sweep, false, out);
     print_front(sweep, true, out);
-    if (sweep->validates && varies_blocks(sweep))
+    if (sweep->validates && varies_drafts(sweep))
         fprintf(out, "Points have different numbers of drafts%s.\n",
                 sweep->drafts.count > 0
                     ? ": the columns of drafts compare them at the same number"

@@ -132,10 +132,18 @@ class Run:
         """[(slot, share that agrees)] of a validation's line, or of a step's."""
         return [(k, value) for k, value in enumerate(agreement(validation)) if value is not None]
 
+    def first_draft(self):
+        """Which draft slot 0 is: the first one of an EAGLE-3 chain and of drafters that draft from the anchor; 0: it is the
+        anchor itself."""
+        return int(self.config.get("drafter.kind") == "eagle3" or self.config.get("drafter.predict_from_anchor") is True)
+
     def by_draft(self, line):
-        """[(draft, share that agrees)], drafts from 1 on: slot 1 of a DFlash block, slot 0 of drafters that draft from there."""
-        first = self.config.get("drafter.kind") == "eagle3" or self.config.get("drafter.predict_from_anchor") is True
-        return [(k + first, value) for k, value in self.slots(line)]
+        """[(draft, share that agrees)], drafts from 1 on."""
+        return [(k + self.first_draft(), value) for k, value in self.slots(line)]
+
+    def most_drafts(self):
+        """Of a block."""
+        return self.block_size() - 1 + self.first_draft()
 
     def block_size(self):
         return len(agreement(self.lines[-1]))
@@ -232,11 +240,18 @@ def text_of(value):
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def value_of(run, key):
+    """A key's value as text. run.max_steps of 0 says nothing of a run, the steps that it took do."""
+    if key == "run.max_steps" and run.config.get(key) == 0 and run.steps:
+        return text_of(run.steps[-1]["step"])
+    return text_of(run.config.get(key))
+
+
 def differing_keys(runs):
     """Keys of the configs in which the runs differ, in the configs' order."""
     keys = [key for key in runs[0].config if not key.startswith(PLACES)]
     return [key for key in keys
-            if len({text_of(run.config[key]) for run in runs if key in run.config}) > 1]
+            if len({value_of(run, key) for run in runs if key in run.config}) > 1]
 
 
 def sort_value(text):
@@ -297,6 +312,10 @@ class Report:
         name = key.split(".")[-1]
         known = {other for run in self.runs for other in run.config} | set(self.keys)
         return name if [other.split(".")[-1] for other in known].count(name) == 1 else key
+
+    def one_kind(self):
+        """Whether all drafters are of one kind: rows of a block are other work in another one."""
+        return len({run.config.get("drafter.kind") for run in self.runs}) == 1
 
     def score(self, label):
         """The larger the better."""
@@ -401,7 +420,7 @@ def open_report(folders):
         notes.append(f"The runs differ in {len(keys)} keys and go by their folders' names: {', '.join(keys)}")
         keys = []
     for run in runs:
-        run.values = {key: text_of(run.config.get(key)) for key in keys}
+        run.values = {key: value_of(run, key) for key in keys}
     title = runs[0].label if len(folders) == 1 else f"{len(runs)} runs"
     runs[0].notes += notes
     return Report(title, runs, keys)

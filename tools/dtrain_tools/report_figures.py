@@ -200,7 +200,7 @@ def limit_by_the_later(axes, curves):
     """A loss begins far above all that follows: the axis shows what comes after a tenth of the steps."""
     later = [value for steps, values in curves for step, value in zip(steps, values) if step > 0.1 * steps[-1]]
     all_of_it = [value for _, values in curves for value in values]
-    if len(later) < 2 or max(all_of_it) < max(later) + 0.5 * (max(later) - min(later)):
+    if len(later) < 2 or max(all_of_it) <= max(later) + 0.5 * (max(later) - min(later)):
         return
     low, high = min(later), max(later)
     axes.set_ylim(low - 0.08 * (high - low), high + 0.3 * (high - low))
@@ -543,6 +543,7 @@ def several_runs(report):
         return lambda report, styles: curves_of_runs(report, styles, *names, **options)
 
     found = comparison(report)
+    rate, unit = ("block_rows_per_second", "block rows/s") if report.one_kind() else ("tokens_per_second", "tokens/s")
     if report.scored:
         found.append(Figure("acceptance", "learning",
                             curves("Validation: accepted tokens a block, as decoding would (accept_len_walk)",
@@ -556,7 +557,7 @@ def several_runs(report):
         Figure("gradient", "learning", curves("Gradient norm, before clipping", "grad_norm", log=True)),
         Figure("lr", "learning", curves("Learning rate", "lr", floor=True, form=format_plain)),
         Figure("throughput", "speed", lambda report, styles: bars_of_runs(
-            report, styles, "Throughput", "block_rows_per_second", format_count, "block rows/s"), 4),
+            report, styles, "Throughput", rate, format_count, unit), 4),
         Figure("time", "speed", parts_of_runs, 4),
         Figure("memory", "speed", lambda report, styles: bars_of_runs(
             report, styles, "Memory", "memory_bytes", format_bytes, "most in use"), 4),

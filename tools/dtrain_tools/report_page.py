@@ -172,6 +172,8 @@ def table(report):
                if any(found[column[0]] is not None for found in report.summaries.values())]
     columns = [column for column in columns if column[0] not in ("step", "best_step") or
                len({found[column[0]] for found in report.summaries.values()}) > 1]
+    if not report.one_kind():
+        columns = [column for column in columns if column[0] != "block_rows_per_second"]
     columns[1:1] = [(f"walk_{drafts}", f"{drafts} draft" + "s" * (drafts > 1), three) for drafts in report.drafts()]
     keys = report.keys
     styles = figures.Styles(report)
@@ -202,9 +204,9 @@ def table(report):
         cells = "".join(f'<td class="text">{html.escape(values[key])}</td>' for key in keys)
         words = html.escape(state.replace("_", " ") + (f": {reason}" if reason else ""))
         body += f'<tr>{cells}<td class="text note" colspan="{len(columns) + 1}">{words}</td></tr>'
-    several = len({run.block_size() for run in report.runs}) > 1 and report.scored
-    note = '<p class="note">Block sizes differ, and with them the number of drafts; the columns of drafts compare ' \
-           "runs at the same number.</p>" if several and report.drafts() else ""
+    several = len({run.most_drafts() for run in report.runs}) > 1 and report.scored
+    note = '<p class="note">Runs have different numbers of drafts; the columns of drafts compare them at the same ' \
+           "number.</p>" if several and report.drafts() else ""
     return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}'
 
 

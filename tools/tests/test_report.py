@@ -203,10 +203,33 @@ class Comparing(Folders):
         self.assertTrue(any("differ in 4 keys" in note and all(name in note for name in names) for note in report.notes))
         self.assertEqual(len(data.open_report(folders[:1]).notes), 0)
 
+    def test_steps_of_a_run_without_max_steps(self):
+        # 0 is no number of steps; the 40 that were taken are, and tell it from others only where those took more or less.
+        report = data.open_report([self.usual("a", **{"run.max_steps": 0, "optimizer.kind": "adamw"}),
+                                   self.usual("b", **{"run.max_steps": 41, "optimizer.kind": "muon"})])
+        self.assertEqual(report.keys, ["run.max_steps", "optimizer.kind"])
+        self.assertEqual([run.values["run.max_steps"] for run in report.runs], ["40", "41"])
+        report = data.open_report([self.path("a"), self.usual("c", **{"optimizer.kind": "muon"})])
+        self.assertEqual(report.keys, ["optimizer.kind"])
+
     def test_names_of_keys_that_two_sections_have(self):
         every = {"validation.every": 10, "checkpoint.every": 10}
         report = data.open_report([self.usual("a", **every), self.usual("b", **{**every, "validation.every": 20})])
         self.assertEqual([report.short(key) for key in report.keys], ["validation.every"])
+
+    def kinds(self, ttt_steps):
+        """A DFlash run of blocks of 4 beside an EAGLE-3 run."""
+        slots = [0.5] * ttt_steps
+        dflash = [step_line(1, acc=[None, 0.5, 0.5, 0.5]), val_line(1, 1.5, val_acc=[None, 0.75, 0.5, 0.25])]
+        eagle3 = [step_line(1, acc=slots), val_line(1, 1.4, val_acc=slots)]
+        return data.open_report([self.run_folder(f"d{ttt_steps}", dflash, **{"drafter.kind": "dflash"}),
+                                 self.run_folder(f"e{ttt_steps}", eagle3, **{"drafter.kind": "eagle3"})])
+
+    def test_kinds_have_drafts_in_common_and_no_rows(self):
+        self.assertEqual([run.most_drafts() for run in self.kinds(3).runs], [3, 3])
+        self.assertEqual([run.most_drafts() for run in self.kinds(4).runs], [3, 4])
+        self.assertFalse(data.open_report([self.path("d3"), self.path("e3")]).one_kind())
+        self.assertTrue(data.open_report([self.path("d3"), self.path("d4")]).one_kind())
 
     def test_pareto_front(self):
         points = {"a": (1.0, {"seconds": 1.0}), "b": (2.0, {"seconds": 2.0}), "c": (1.5, {"seconds": 3.0}),
@@ -356,6 +379,13 @@ class Drawing(Comparing):
         self.assertIn('<span class="mark">best</span>', rows[0])
         self.assertIn("front: time, memory", rows[0])
         self.assertFalse(any('class="mark' in row for row in rows[1:]))
+
+    def test_table_of_two_kinds(self):
+        alike, longer = self.page(self.kinds(3)), self.page(self.kinds(4))
+        self.assertNotIn("different numbers of drafts", alike)
+        self.assertIn("different numbers of drafts", longer)
+        self.assertNotIn("block rows/s", alike)
+        self.assertIn("block rows/s", self.page(data.open_report([self.path("d3"), self.path("d4")])))
 
     def test_table_of_one_point_and_those_that_do_not_fit(self):
         self.usual("sweep/size=4")
