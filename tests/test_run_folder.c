@@ -395,6 +395,41 @@ static void progress_comes_every_so_many_steps_and_at_the_end(void **state)
     free(text);
 }
 
+static void write_validation(struct run_folder *run, int64_t step, double seconds)
+{
+    struct metrics metrics = report_metrics();
+    struct walk walk = {.blocks = 4.0, .tokens = 13.0};
+    struct config_ints none = {0};
+    const struct validation_report report = {.step = step,
+                                             .metrics = &metrics,
+                                             .walk = &walk,
+                                             .draft_tokens = &none,
+                                             .normalize = NORMALIZE_WEIGHTED,
+                                             .block_size = 4,
+                                             .seconds = seconds};
+    struct error err = {""};
+    assert_int_equal(run_folder_validation(run, &report, &err), 0);
+}
+
+static void the_time_left_has_validations_as_they_came(void **state)
+{
+    (void)state;
+    struct run_folder run;
+    open_run(&run, 0, false);
+    run.terminal = false;
+    write_validation(&run, 0, 1000.0);
+    for (int64_t step = 1; step <= 10; step++)
+        report_write_step(&run, step);
+    write_validation(&run, 10, 20.0);
+    for (int64_t step = 11; step <= 20; step++)
+        report_write_step(&run, step);
+    run_folder_close(&run);
+    char *text = fixture_text(folder, "log.txt");
+    assert_non_null(strstr(text, "step 10/100  ETA 0:03:00")); // 90 steps of 2 s
+    assert_non_null(strstr(text, "step 20/100  ETA 0:04:00")); // 80 of 2 s, and 20 s for 20 of them
+    free(text);
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, open_test, close_test)
 
 int main(void)
@@ -412,6 +447,7 @@ int main(void)
         TEST(a_full_disk_does_not_end_the_run),
         TEST(a_line_that_does_not_fit_is_taken_back),
         TEST(progress_comes_every_so_many_steps_and_at_the_end),
+        TEST(the_time_left_has_validations_as_they_came),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

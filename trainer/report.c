@@ -363,7 +363,8 @@ int run_folder_validation(struct run_folder *folder, const struct validation_rep
     add_eagle3(&line, report->metrics, report->block_size, report->ttt, report->draft_vocab);
     add_value(&line, "seconds", report->seconds);
     cJSON_AddBoolToObject(line.object, "val_best", report->best);
-    folder->validation_seconds += report->seconds;
+    if (folder->steps > 0.0) // the one before the first step does not come again
+        folder->validation_seconds += report->seconds;
     log_info("validation at step %lld: accept_len_walk %.4f%s, accept_len %.4f, loss %.4f, %.1f s",
              (long long)report->step, walk, report->best ? " (best)" : "",
              metrics_accept_len(report->metrics), metrics_loss(report->metrics, report->normalize),
