@@ -190,23 +190,11 @@ int export_check_allowed(const char *allow, struct error *err)
     return 0;
 }
 
-// Of another kind nothing else is worth saying.
-static const char *other_kind(const struct drafter_sizes *sizes, enum export_format format)
-{
-    for (int i = 0; i < REASONS; i++)
-        if (reasons[i].holds == wrong_format && wrong_format(sizes, format))
-            return reasons[i].why;
-    return NULL;
-}
-
 int export_check_servable(const struct drafter_sizes *sizes, enum export_format format,
                           const char *allow, struct error *err)
 {
     struct error why = {""};
     int refused = 0, waivable = 0;
-    const char *other = other_kind(sizes, format);
-    if (other != NULL)
-        return error_set(err, "not exported: drafter.kind: %s", other);
     for (int i = 0; i < REASONS; i++) {
         const struct reason *reason = &reasons[i];
         if (!reason->holds(sizes, format))
@@ -222,6 +210,8 @@ int export_check_servable(const struct drafter_sizes *sizes, enum export_format 
     }
     if (refused == 0)
         return 0;
+    if (wrong_format(sizes, format)) // the layout is not this drafter's, so no server was asked
+        return error_set(err, "not exported: %s", why.text);
     return error_set(err, "not exported: servers do not run this drafter as it was trained%s\n%s",
                      waivable == refused ? " (--allow-unservable exports it all the same)" : "",
                      why.text);
