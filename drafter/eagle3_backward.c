@@ -384,7 +384,7 @@ static void *waiting_steps_backward(struct eagle3 *e, const struct backend *back
                                     struct stream *stream, bool last)
 {
     bool norm_output = e->options.sizes->norm_output;
-    struct eagle3_pass pass;
+    struct eagle3_pass pass = eagle3_step_pass(e, 0, 0);
     for (int64_t i = e->steps - 1; i >= 0; i--) {
         // What the next step read is the norm's output, or its input.
         if (norm_output || i == e->steps - 1)
