@@ -102,6 +102,15 @@ static int end(struct shard_helper *helper)
     return status;
 }
 
+// One that was ended while it waited for a file is forgotten, so that another one is started.
+static void look_after(struct shard_helper *helper)
+{
+    if (helper->pid == 0 || waitpid(helper->pid, NULL, WNOHANG) == 0)
+        return;
+    close(helper->socket);
+    helper->pid = 0;
+}
+
 struct shard_helper *shard_helper_open(const char *program, bool (*stop)(void *context),
                                        void *context)
 {
@@ -201,6 +210,8 @@ static int ask(struct shard_helper *helper, const char *path, struct error *err)
 int shard_open_helped(struct shard *shard, const char *path, struct shard_helper *helper,
                       struct error *err)
 {
+    if (helper != NULL)
+        look_after(helper);
     if (helper != NULL && helper->pid == 0 && !helper->given_up)
         start(helper);
     if (helper != NULL && helper->pid > 0 && strlen(path) < PATH_MAX && ask(helper, path, err) != 0)

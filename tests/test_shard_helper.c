@@ -2,6 +2,7 @@
 // of shards when it is none. This program is its own helper.
 #include <errno.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -111,6 +112,35 @@ static char *script(const struct shard_place *place, const char *lines)
     return path;
 }
 
+// One that something else kills between two files is started again.
+static void a_killed_helper_is_replaced(void **state)
+{
+    const struct shard_place *place = *state;
+    char *broken = fixture_path(place->folder, "broken.h5"), *self = realpath(itself, NULL);
+    char *lines =
+        memory_format("echo $$ >'%s/pid'\nexec '%s' " SHARD_HELPER_WORD, place->folder, self);
+    char *program = script(place, lines);
+    fixture_write(&place->fixture, broken);
+    fixture_break_structure(broken);
+    struct shard_helper *helper = shard_helper_open(program, never, NULL);
+    must_open(helper, place->path);
+    char *text = fixture_text(place->folder, "pid");
+    pid_t pid = (pid_t)strtol(text, NULL, 10);
+    siginfo_t ended;
+    assert_true(pid > 0);
+    assert_int_equal(kill(pid, SIGKILL), 0);
+    assert_int_equal(waitid(P_PID, (id_t)pid, &ended, WEXITED | WNOWAIT), 0);
+    must_refuse(helper, broken);
+    must_open(helper, place->path);
+    shard_helper_close(helper);
+    no_child_is_left();
+    free(text);
+    free(program);
+    free(lines);
+    free(self);
+    free(broken);
+}
+
 // What ends a helper, or what it says, is not laid at a shard's door that it has not come to.
 static void without_a_helper(void **state)
 {
@@ -159,6 +189,7 @@ int main(int argc, char **argv)
         shard_helper_main();
     const struct CMUnitTest tests[] = {
         TEST(shards_are_opened_first),
+        TEST(a_killed_helper_is_replaced),
         TEST(without_a_helper),
         TEST(a_wait_can_be_ended),
     };
