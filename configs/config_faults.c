@@ -1,9 +1,10 @@
 // Owns the form of fault lines: where, what key, what is wrong. Does not know any rule.
 #include "configs/config_faults.h"
-#include "configs/config_table.h"
 
 #include <stdarg.h>
 #include <string.h>
+
+#include "configs/config_table.h"
 
 enum { FAULT_BYTES = 1024, LAST_LINE_BYTES = 48 };
 

@@ -17,8 +17,7 @@ struct spool_options {
     int64_t bytes;
     bool owner; // one reader of a spool removes shards and writes the state: rank 0
     bool check_crc;
-    const char
-        *program; // that opens shards first (data/shard_helper.h); NULL: they are opened without
+    const char *program; // opens shards first (data/shard_helper.h); NULL: opened without
 };
 
 // Identity of the order in which a run reads its documents, whatever the epoch.

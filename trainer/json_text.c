@@ -54,8 +54,8 @@ int json_write_file(const cJSON *object, const char *path, struct error *err)
 int json_open(struct json_file *file, const char *path, struct error *err)
 {
     *file = (struct json_file){0};
-    if (files_exists(path) &&
-        files_size(path) < 0) // opening a pipe would wait, a device may have no end
+    // Opening a pipe would wait, a device may have no end.
+    if (files_exists(path) && files_size(path) < 0)
         return error_set(err, "%s: is not a plain file", path);
     if ((file->text = files_read_text(path, err)) == NULL)
         return -1;

@@ -304,8 +304,7 @@ static void compare_map_data(const struct plan_input *input, const struct config
                  "refuse it; make one with dtrain vocab and exactly those shards",
                  config->drafter.draft_vocab, (long long)counted,
                  config->data.manifest != NULL ? "data.manifest has"
-                                               : "the shards of data.train "
-                                                 "have",
+                                               : "the shards of data.train have",
                  (long long)there);
 }
 
