@@ -1,6 +1,6 @@
 // The commands of the program. Each returns the exit status of the process: 0 done; 1 what was begun failed, or
-// the answer is no; 2 command line, config or data refused before any work; 75 stopped by a signal with
-// a checkpoint that resumes.
+// the answer is no; 2 command line, config or data refused before any work; 75 stopped by a signal or by
+// data.spool_wait, with a checkpoint that resumes.
 #ifndef TRAINER_COMMANDS_H
 #define TRAINER_COMMANDS_H
 

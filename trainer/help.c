@@ -13,7 +13,7 @@ const struct help_status help_statuses[4] = {
     {EXIT_DONE, "done"},
     {EXIT_FAILED, "what was begun failed, faults were found, or it does not fit"},
     {EXIT_REFUSED, "command line, config or data were refused before any work"},
-    {EXIT_STOPPED, "stopped by a signal, with a checkpoint that resumes"},
+    {EXIT_STOPPED, "stopped by a signal or data.spool_wait, with a checkpoint that resumes"},
 };
 
 // Words of the text, broken into lines that begin at `indent`; the first one begins at `column`. An empty line
