@@ -1,5 +1,5 @@
-// The parts of attention, of the loss, of the draft vocabulary, of rows that are summed and of updates for
-// the table in kernel_ops.c.
+// The parts of attention, of the loss, of the draft vocabulary, of rows that are summed, of norms and of updates
+// for the table in kernel_ops.c.
 #ifndef TESTS_SUPPORT_KERNEL_OPS_PARTS_H
 #define TESTS_SUPPORT_KERNEL_OPS_PARTS_H
 
