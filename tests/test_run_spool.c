@@ -413,6 +413,15 @@ static void a_shard_that_crashes_libhdf5(void **state)
     char **said = shard_probe((const char *const *)&path, 1);
     assert_non_null(said[0]);
     must_fail_over("structure", said[0]);
+
+    // Also under a starter that does not want to hear of its children: how they end is known all the same.
+    struct program program = {0};
+    remove_tree("structure");
+    signal(SIGCHLD, SIG_IGN); // which the program inherits
+    run_train_start(&fixture, &program, "structure", SPOOLED, NULL);
+    signal(SIGCHLD, SIG_DFL);
+    assert_int_equal(program_wait(&program, LIMIT), 1);
+    run_must_say(&fixture, "structure", said[0]);
     shard_probe_free(said, 1);
 
     // Once it is gone, the extractor writes it again and the run goes on.

@@ -34,7 +34,6 @@ void child_signals_hold(struct child_signals *signals)
         sigaddset(&signals->stops, stops[i]);
     sigset_t held = signals->stops;
     sigaddset(&held, SIGCHLD);
-    signal(SIGCHLD, SIG_DFL); // who ignores it, as some starters do, can not wait for children
     sigprocmask(SIG_BLOCK, &held, &signals->before);
     action.sa_mask = signals->stops;
     for (int i = 0; i < CHILD_STOPS; i++)

@@ -67,6 +67,7 @@ int main(int argc, char **argv)
 {
     check_address_space();
     wait_without_spinning(argv);
+    signal(SIGCHLD, SIG_DFL); // who ignores it, as some starters do, can not wait for children
     // "exe" since then, as which nobody finds it among processes.
     prctl(PR_SET_NAME, "dtrain");
     if (argc == 2 && strcmp(argv[1], SHARD_HELPER_WORD) == 0)
