@@ -112,6 +112,9 @@ int config_validate(const struct config *config, struct error *err);
 // Keys that were given and have no effect, or an effect that servers do not follow: one line each
 // in `text`. Returns how many. Nothing here stops a run.
 size_t config_warnings(const struct config *config, struct error *text);
+// Those without effect alone, as told: why goes on behind "has no effect", as "with drafter.kind eagle3".
+typedef void config_idle_fn(void *context, const char *section, const char *key, const char *why);
+void config_idle_keys(const struct config *config, config_idle_fn *visit, void *context);
 
 // Replaces the patterns of data.train and data.val by the files they stand for, sorted. A pattern
 // without a match, a path without a file and the same file twice in a list are faults.

@@ -11,6 +11,8 @@ struct watch {
     const struct config *config;
     struct config defaults; // a key with its default value was not meant to do anything
     struct config_faults warnings;
+    config_idle_fn *visit; // of keys without effect, instead of warnings
+    void *context;
 };
 
 static void idle_unless(struct watch *w, bool used, const char *section, const char *name,
@@ -19,6 +21,10 @@ static void idle_unless(struct watch *w, bool used, const char *section, const c
     const struct config_key *key = config_section_key(config_section_find(section), name);
     if (used || config_value_equal(w->config, &w->defaults, key))
         return;
+    if (w->visit != NULL) {
+        w->visit(w->context, section, name, why);
+        return;
+    }
     int line = *(const int *)(const void *)((const char *)w->config + key->line_at);
     config_fault(&w->warnings, w->config, line, section, name, "has no effect %s", why);
 }
@@ -101,6 +107,14 @@ static void watch_run(struct watch *w)
                 cpu ? "on a CPU with memory.recompute" : "with memory.recompute and chunk_rows");
 }
 
+static void watch_idle(struct watch *w)
+{
+    watch_drafter(w);
+    watch_loss(w);
+    watch_optimizer(w);
+    watch_run(w);
+}
+
 #define WARN(w, section, key, ...)                                                                 \
     config_fault(&(w)->warnings, (w)->config, (w)->config->lines.section.key, #section, #key,      \
                  __VA_ARGS__)
@@ -138,8 +152,9 @@ static void watch_speed(struct watch *w)
 
 static void watch_parallel(struct watch *w)
 {
-    if (w->config->parallel.gpus > 1 && w->config->run.device == DEVICE_CPU)
-        WARN(w, parallel, gpus, "has no effect with run.device cpu; mpirun starts ranks on CPUs");
+    const struct config *c = w->config;
+    idle_unless(w, c->run.device != DEVICE_CPU || c->parallel.gpus <= 1, "parallel", "gpus",
+                "with run.device cpu; mpirun starts ranks on CPUs");
 }
 
 static void watch_overlap(struct watch *w)
@@ -156,10 +171,7 @@ size_t config_warnings(const struct config *config, struct error *text)
 {
     struct watch w = {.config = config};
     config_init(&w.defaults);
-    watch_drafter(&w);
-    watch_loss(&w);
-    watch_optimizer(&w);
-    watch_run(&w);
+    watch_idle(&w);
     watch_serving(&w);
     watch_speed(&w);
     watch_parallel(&w);
@@ -167,4 +179,13 @@ size_t config_warnings(const struct config *config, struct error *text)
     config_release(&w.defaults);
     config_faults_end(&w.warnings, text);
     return w.warnings.count;
+}
+
+void config_idle_keys(const struct config *config, config_idle_fn *visit, void *context)
+{
+    struct watch w = {.config = config, .visit = visit, .context = context};
+    config_init(&w.defaults);
+    watch_idle(&w);
+    watch_parallel(&w);
+    config_release(&w.defaults);
 }

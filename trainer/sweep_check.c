@@ -22,34 +22,34 @@ static void note_missing_map(const struct sweep *sweep, size_t point, const stru
 
 // ---- keys without effect -------------------------------------------------------------------------
 
-// Of which values of the grid config_warnings says that they change nothing.
+// Which values of the grid change nothing.
 struct idle {
+    const struct sweep_grid *grid;
+    size_t point;          // that is looked at
     bool *at;              // [points, axes]
     char *why[SWEEP_KEYS]; // "SECTION.KEY: has no effect ..."; NULL: of none
 };
 
-static void note_idle(struct idle *idle, const struct sweep_grid *grid, size_t point,
-                      const struct config *config)
+static void note_idle(void *context, const char *section, const char *key, const char *why)
 {
-    struct error warnings = {""};
-    char *rest = NULL;
-    config_warnings(config, &warnings);
-    for (char *line = strtok_r(warnings.text, "\n", &rest); line != NULL;
-         line = strtok_r(NULL, "\n", &rest))
-        for (size_t a = 0; a < grid->axis_count; a++) {
-            char *words = memory_format("--set %s: has no effect ", grid->axes[a].key);
-            bool found = strncmp(line, words, strlen(words)) == 0;
-            free(words);
-            idle->at[point * grid->axis_count + a] |= found;
-            if (found && idle->why[a] == NULL)
-                idle->why[a] = memory_strdup(line + strlen("--set "));
-        }
+    struct idle *idle = context;
+    const struct sweep_grid *grid = idle->grid;
+    char *name = memory_format("%s.%s", section, key);
+    for (size_t a = 0; a < grid->axis_count; a++) {
+        if (strcmp(grid->axes[a].key, name) != 0)
+            continue;
+        idle->at[idle->point * grid->axis_count + a] = true;
+        if (idle->why[a] == NULL)
+            idle->why[a] = memory_format("%s: has no effect %s", name, why);
+    }
+    free(name);
 }
 
 // Whether each point has one beside it, or is one, that differs in this key alone and is the same. Default values
 // are not told of, so one of them is enough.
-static bool idle_everywhere(const struct idle *idle, const struct sweep_grid *grid, size_t axis)
+static bool idle_everywhere(const struct idle *idle, size_t axis)
 {
+    const struct sweep_grid *grid = idle->grid;
     size_t stride = 1, count = grid->axes[axis].count, points = sweep_grid_points(grid);
     bool all = true;
     for (size_t a = axis + 1; a < grid->axis_count; a++)
@@ -66,15 +66,15 @@ static bool idle_everywhere(const struct idle *idle, const struct sweep_grid *gr
 
 // A key that changes nothing at any point leaves nothing to compare. Where another key of the grid decides whether
 // it does, some points are worth having.
-static int tell_idle(const struct idle *idle, const struct sweep_grid *grid, struct error *err)
+static int tell_idle(const struct idle *idle, struct error *err)
 {
     int status = 0;
-    for (size_t a = 0; a < grid->axis_count; a++) {
+    for (size_t a = 0; a < idle->grid->axis_count; a++) {
         if (idle->why[a] == NULL)
             continue;
-        if (grid->axes[a].count == 1)
+        if (idle->grid->axes[a].count == 1)
             log_warn("--grid %s", idle->why[a]);
-        else if (idle_everywhere(idle, grid, a))
+        else if (idle_everywhere(idle, a))
             status = error_add(err, "--grid %s; the points would be the same", idle->why[a]);
         else
             log_warn("--grid %s; such points that differ in it alone are the same", idle->why[a]);
@@ -96,7 +96,8 @@ static int check_point(struct sweep *sweep, size_t i, struct idle *idle, struct 
     sweep->points[i].block_size = config.drafter.kind == DRAFTER_DFLASH ? config.drafter.block_size
                                                                         : config.drafter.ttt_steps;
     note_missing_map(sweep, i, &config, missing);
-    note_idle(idle, &sweep->grid, i, &config);
+    idle->point = i;
+    config_idle_keys(&config, note_idle, idle);
     config_release(&config);
     return status;
 }
@@ -105,12 +106,13 @@ int sweep_check_points(struct sweep *sweep, struct error *err)
 {
     struct error missing = {""};
     struct idle idle = {
+        .grid = &sweep->grid,
         .at = memory_alloc(sweep->point_count * sweep->grid.axis_count, sizeof(*idle.at))};
     int status = 0;
     for (size_t i = 0; i < sweep->point_count && status == 0; i++)
         status = check_point(sweep, i, &idle, &missing, err);
     if (status == 0)
-        status = tell_idle(&idle, &sweep->grid, err);
+        status = tell_idle(&idle, err);
     if (status == 0 && missing.text[0] != '\0')
         log_warn("%s", missing.text);
     for (size_t a = 0; a < sweep->grid.axis_count; a++)
