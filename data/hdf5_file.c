@@ -25,12 +25,18 @@ enum {
 // the whole process.
 static pthread_mutex_t library_lock = PTHREAD_MUTEX_INITIALIZER;
 
+// What the library does at exit crashes where a file could not be written to its end, and every file that could be
+// is closed by then.
+static void leave_exit_alone(void)
+{
+    H5dont_atexit();
+}
+
 void hdf5_lock(void)
 {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_mutex_lock(&library_lock);
-    // Before the library's first call. What it does at exit crashes where a file could not be written to its end,
-    // and every file that could be is closed by then.
-    H5dont_atexit();
+    pthread_once(&once, leave_exit_alone); // before the library's first call
     // Thread-safe builds keep an error stack, and its printing, per thread.
     H5Eset_auto2(H5E_DEFAULT, NULL, NULL);
 }
