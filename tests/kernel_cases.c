@@ -748,6 +748,11 @@ void kernel_case_name(const struct kernel_case *c, char name[CASE_NAME])
             at += snprintf(name + at, (size_t)(CASE_NAME - at), "/%s", flags[i]);
 }
 
+bool kernel_case_has(const struct kernel_case *c, enum case_flags flag)
+{
+    return (c->flags & (unsigned)flag) != 0;
+}
+
 static const struct kernel_op *op_of(const struct kernel_case *c)
 {
     const struct kernel_op *op = kernel_op_find(c->op);

@@ -3,6 +3,8 @@
 #ifndef TESTS_KERNEL_CASES_H
 #define TESTS_KERNEL_CASES_H
 
+#include <stdbool.h>
+
 #include "tests/support/kernel_run.h"
 
 // Variants. Which of them an op knows is said at its builder.
@@ -52,6 +54,7 @@ extern const int kernel_case_count;
 
 enum { CASE_NAME = 160 };
 
+bool kernel_case_has(const struct kernel_case *c, enum case_flags flag);
 // "rms_norm_forward/3x257/bf16"
 void kernel_case_name(const struct kernel_case *c, char name[CASE_NAME]);
 // The ops' own parts: tensors with their inputs; the expected outputs; the call.

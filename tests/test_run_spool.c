@@ -374,15 +374,22 @@ static void wrong_shards_are_refused(void **state)
     free(right);
 }
 
-// Half a file under its last name: not written as a writer must.
-static void partial_files(void **state)
+// The caller frees its path.
+static char *write_first_shard(void)
 {
-    (void)state;
     struct error err = {""};
     int64_t count = 0;
     int64_t *right = feeder_order(order, &documents, &count);
     assert_int_equal(feeder_write(spool, &documents, right, 0, SHARD_DOCUMENTS - 1, &err), 0);
-    char *path = spool_file_path(spool, 0, SHARD_DOCUMENTS - 1);
+    free(right);
+    return spool_file_path(spool, 0, SHARD_DOCUMENTS - 1);
+}
+
+// Half a file under its last name: not written as a writer must.
+static void partial_files(void **state)
+{
+    (void)state;
+    char *path = write_first_shard();
     struct stat status;
     assert_int_equal(stat(path, &status), 0);
     assert_int_equal(truncate(path, status.st_size / 2), 0);
@@ -397,18 +404,13 @@ static void partial_files(void **state)
     run_must_equal(&fixture, "whole", "partial", RUN_STEPS);
     free(unfinished);
     free(path);
-    free(right);
 }
 
 // Where libhdf5 itself breaks down over a shard, the run says what `data check` would: it does not die of it.
 static void a_shard_that_crashes_libhdf5(void **state)
 {
     (void)state;
-    struct error err = {""};
-    int64_t count = 0;
-    int64_t *right = feeder_order(order, &documents, &count);
-    assert_int_equal(feeder_write(spool, &documents, right, 0, SHARD_DOCUMENTS - 1, &err), 0);
-    char *path = spool_file_path(spool, 0, SHARD_DOCUMENTS - 1);
+    char *path = write_first_shard();
     fixture_break_structure(path);
     char **said = shard_probe((const char *const *)&path, 1);
     assert_non_null(said[0]);
@@ -431,7 +433,6 @@ static void a_shard_that_crashes_libhdf5(void **state)
     assert_int_equal(run_train(&fixture, "structure", SPOOLED, NULL), 0);
     run_must_equal(&fixture, "whole", "structure", RUN_STEPS);
     free(path);
-    free(right);
 }
 
 static void other_orders_are_refused(void **state)

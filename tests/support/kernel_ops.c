@@ -11,11 +11,6 @@
 #include "tests/support/kernel_ops_parts.h"
 #include "tests/support/naive.h"
 
-static bool has(const struct kernel_case *c, unsigned flag)
-{
-    return (c->flags & flag) != 0;
-}
-
 static double no_flops(const struct kernel_case *c)
 {
     (void)c;
@@ -25,47 +20,49 @@ static double no_flops(const struct kernel_case *c)
 // gemm: m, n, k, parts of k (0: none); TRANSPOSE_A, TRANSPOSE_B, BETA_ONE, BETA_D, TO_F32, STRIDED
 static double gemm_alpha(const struct kernel_case *c)
 {
-    return has(c, CASE_BETA_D) ? 0.5 : 1.0;
+    return kernel_case_has(c, CASE_BETA_D) ? 0.5 : 1.0;
 }
 
 static double gemm_beta(const struct kernel_case *c)
 {
-    return has(c, CASE_BETA_ONE) ? 1.0 : has(c, CASE_BETA_D) ? -0.25 : 0.0;
+    return kernel_case_has(c, CASE_BETA_ONE) ? 1.0 : kernel_case_has(c, CASE_BETA_D) ? -0.25 : 0.0;
 }
 
 static void gemm_build(const struct kernel_case *c, struct kernel_run *run)
 {
     int64_t m = c->shape[0], n = c->shape[1], k = c->shape[2];
-    bool ta = has(c, CASE_TRANSPOSE_A), tb = has(c, CASE_TRANSPOSE_B);
-    enum dtype out = has(c, CASE_TO_F32) ? DTYPE_F32 : c->type;
+    bool ta = kernel_case_has(c, CASE_TRANSPOSE_A), tb = kernel_case_has(c, CASE_TRANSPOSE_B);
+    enum dtype out = kernel_case_has(c, CASE_TO_F32) ? DTYPE_F32 : c->type;
     run_add_normal(run, "a", TENSOR_IN, c->type, ta ? k : m, ta ? m : k, 1.0);
     run_add_normal(run, "b", TENSOR_IN, c->type, tb ? n : k, tb ? k : n, 1.0);
-    run_add_normal(run, "c", has(c, CASE_BETA_ONE) ? TENSOR_CHANGED : TENSOR_OUT, out, m, n, 3.0);
-    if (has(c, CASE_BETA_D))
+    run_add_normal(run, "c", kernel_case_has(c, CASE_BETA_ONE) ? TENSOR_CHANGED : TENSOR_OUT, out,
+                   m, n, 3.0);
+    if (kernel_case_has(c, CASE_BETA_D))
         run_add_normal(run, "d", TENSOR_IN, out, m, n, 3.0);
     if (c->shape[3] > 1)
         run_add(run, "part_sums", TENSOR_SCRATCH, DTYPE_F32, m, c->shape[3] * n);
-    for (int i = 0; i < run->count && has(c, CASE_STRIDED); i++)
+    for (int i = 0; i < run->count && kernel_case_has(c, CASE_STRIDED); i++)
         run->tensors[i].stride += i < 2 ? 5 + i : 9; // c and d alike, sums of parts too
 }
 
 static void gemm_expect(const struct kernel_case *c, struct kernel_run *run)
 {
-    naive_gemm(c->shape[0], c->shape[1], c->shape[2], has(c, CASE_TRANSPOSE_A),
-               has(c, CASE_TRANSPOSE_B), gemm_alpha(c), run_value(run, "a"), run_value(run, "b"),
-               gemm_beta(c), has(c, CASE_BETA_D) ? run_value(run, "d") : run_value(run, "c"),
+    naive_gemm(c->shape[0], c->shape[1], c->shape[2], kernel_case_has(c, CASE_TRANSPOSE_A),
+               kernel_case_has(c, CASE_TRANSPOSE_B), gemm_alpha(c), run_value(run, "a"),
+               run_value(run, "b"), gemm_beta(c),
+               kernel_case_has(c, CASE_BETA_D) ? run_value(run, "d") : run_value(run, "c"),
                run_expected(run, "c"));
 }
 
 static void gemm_call(const struct kernel_case *c, struct kernel_run *run)
 {
-    enum dtype out = has(c, CASE_TO_F32) ? DTYPE_F32 : c->type;
-    bool strided = has(c, CASE_STRIDED);
+    enum dtype out = kernel_case_has(c, CASE_TO_F32) ? DTYPE_F32 : c->type;
+    bool strided = kernel_case_has(c, CASE_STRIDED);
     struct gemm op = {.m = c->shape[0],
                       .n = c->shape[1],
                       .k = c->shape[2],
-                      .transpose_a = has(c, CASE_TRANSPOSE_A),
-                      .transpose_b = has(c, CASE_TRANSPOSE_B),
+                      .transpose_a = kernel_case_has(c, CASE_TRANSPOSE_A),
+                      .transpose_b = kernel_case_has(c, CASE_TRANSPOSE_B),
                       .alpha = (float)gemm_alpha(c),
                       .beta = (float)gemm_beta(c),
                       .a = run_device(run, "a"),
@@ -96,12 +93,12 @@ static const double norm_eps = 1e-6;
 
 static double norm_offset(const struct kernel_case *c)
 {
-    return has(c, CASE_OFFSET) ? 1.0 : 0.0;
+    return kernel_case_has(c, CASE_OFFSET) ? 1.0 : 0.0;
 }
 
 static enum dtype rms_norm_x_type(const struct kernel_case *c)
 {
-    return has(c, CASE_TO_F32) ? DTYPE_F32 : c->type;
+    return kernel_case_has(c, CASE_TO_F32) ? DTYPE_F32 : c->type;
 }
 
 static void rms_norm_build(const struct kernel_case *c, struct kernel_run *run)
@@ -110,9 +107,9 @@ static void rms_norm_build(const struct kernel_case *c, struct kernel_run *run)
     run_add_normal(run, "x", TENSOR_IN, rms_norm_x_type(c), rows, width, 2.0);
     run_add_normal(run, "weight", TENSOR_IN, DTYPE_F32, 1, width, 1.0);
     struct kernel_tensor *y = run_add(run, "y", TENSOR_OUT, c->type, rows, width);
-    if (has(c, CASE_IN_PLACE))
+    if (kernel_case_has(c, CASE_IN_PLACE))
         y->alias = "x";
-    if (!has(c, CASE_FROZEN))
+    if (!kernel_case_has(c, CASE_FROZEN))
         run_add(run, "rstd", TENSOR_OUT, DTYPE_F32, rows, 1);
 }
 
@@ -136,7 +133,7 @@ static struct rms_norm rms_norm_op(const struct kernel_case *c, const struct ker
                              .rstd = run_device(run, "rstd"),
                              .dy = run_device(run, "dy"),
                              .dx = run_device(run, "dx"),
-                             .dx_add = has(c, CASE_ADD),
+                             .dx_add = kernel_case_has(c, CASE_ADD),
                              .dweight = run_device(run, "dweight"),
                              .scratch = run_device(run, "scratch")};
 }
@@ -158,11 +155,12 @@ static void rms_norm_backward_build(const struct kernel_case *c, struct kernel_r
     naive_rms_norm(rows, width, norm_eps, 0.0, run_value(run, "x"), run_value(run, "weight"), y,
                    run_value(run, "rstd"));
     free(y);
-    struct kernel_tensor *dx = run_add_normal(
-        run, "dx", has(c, CASE_ADD) ? TENSOR_CHANGED : TENSOR_OUT, c->type, rows, width, 1.0);
-    if (has(c, CASE_IN_PLACE))
+    struct kernel_tensor *dx =
+        run_add_normal(run, "dx", kernel_case_has(c, CASE_ADD) ? TENSOR_CHANGED : TENSOR_OUT,
+                       c->type, rows, width, 1.0);
+    if (kernel_case_has(c, CASE_IN_PLACE))
         dx->alias = "dy";
-    if (has(c, CASE_FROZEN))
+    if (kernel_case_has(c, CASE_FROZEN))
         return;
     struct kernel_tensor *dweight =
         run_add_normal(run, "dweight", TENSOR_CHANGED, DTYPE_F32, 1, width, 1.0);
@@ -178,7 +176,7 @@ static void rms_norm_backward_expect(const struct kernel_case *c, struct kernel_
     naive_rms_norm_backward(c->shape[0], c->shape[1], norm_eps, norm_offset(c), run_value(run, "x"),
                             run_value(run, "weight"), run_value(run, "dy"), dx->expected,
                             dweight != NULL ? dweight->expected : NULL);
-    for (int64_t i = 0; i < c->shape[0] * c->shape[1] && has(c, CASE_ADD); i++)
+    for (int64_t i = 0; i < c->shape[0] * c->shape[1] && kernel_case_has(c, CASE_ADD); i++)
         dx->expected[i] += dx->value[i];
 }
 
@@ -195,8 +193,9 @@ static void rope_inputs(const struct kernel_case *c, struct kernel_run *run)
 {
     int64_t rows = c->shape[0], heads = c->shape[1], d = c->shape[2];
     struct kernel_tensor *x = run_add_normal(run, "x", TENSOR_IN, c->type, rows, heads * d, 2.0);
-    x->stride += has(c, CASE_STRIDED) ? 2 * d + (has(c, CASE_ODD) ? 3 : 0) : 0;
-    if (!has(c, CASE_NO_NORM))
+    x->stride +=
+        kernel_case_has(c, CASE_STRIDED) ? 2 * d + (kernel_case_has(c, CASE_ODD) ? 3 : 0) : 0;
+    if (!kernel_case_has(c, CASE_NO_NORM))
         run_add_normal(run, "weight", TENSOR_IN, DTYPE_F32, 1, d, 1.0);
     struct kernel_tensor *positions = run_add(run, "positions", TENSOR_IN, DTYPE_I32, rows, 1);
     for (int64_t r = 0; r < rows; r++)
@@ -226,7 +225,7 @@ static void norm_rope_build(const struct kernel_case *c, struct kernel_run *run)
     rope_inputs(c, run);
     struct kernel_tensor *y =
         run_add(run, "y", TENSOR_OUT, c->type, c->shape[0], c->shape[1] * c->shape[2]);
-    if (has(c, CASE_IN_PLACE))
+    if (kernel_case_has(c, CASE_IN_PLACE))
         y->alias = "x";
 }
 
@@ -253,7 +252,7 @@ static struct norm_rope norm_rope_op(const struct kernel_case *c, const struct k
                               .table_rows = ROPE_TABLE,
                               .y = run_device(run, "y"),
                               .dy = run_device(run, "dy"),
-                              .dy_type = has(c, CASE_TO_F32) ? DTYPE_F32 : c->type,
+                              .dy_type = kernel_case_has(c, CASE_TO_F32) ? DTYPE_F32 : c->type,
                               .dx = run_device(run, "dx"),
                               .dweight = run_device(run, "dweight"),
                               .scratch = run_device(run, "scratch")};
@@ -269,15 +268,15 @@ static void norm_rope_backward_build(const struct kernel_case *c, struct kernel_
 {
     int64_t rows = c->shape[0], heads = c->shape[1], d = c->shape[2];
     rope_inputs(c, run);
-    run_add_normal(run, "dy", TENSOR_IN, has(c, CASE_TO_F32) ? DTYPE_F32 : c->type, rows, heads * d,
-                   1.0);
+    run_add_normal(run, "dy", TENSOR_IN, kernel_case_has(c, CASE_TO_F32) ? DTYPE_F32 : c->type,
+                   rows, heads * d, 1.0);
     struct kernel_tensor *dx = run_add(run, "dx", TENSOR_OUT, c->type, rows, heads * d);
-    dx->stride += has(c, CASE_STRIDED) ? d + (has(c, CASE_ODD) ? 1 : 0) : 0;
-    if (has(c, CASE_IN_PLACE)) {
+    dx->stride += kernel_case_has(c, CASE_STRIDED) ? d + (kernel_case_has(c, CASE_ODD) ? 1 : 0) : 0;
+    if (kernel_case_has(c, CASE_IN_PLACE)) {
         dx->alias = "x";
         dx->stride = run_stride(run, "x");
     }
-    if (has(c, CASE_NO_NORM))
+    if (kernel_case_has(c, CASE_NO_NORM))
         return;
     run_add_normal(run, "dweight", TENSOR_CHANGED, DTYPE_F32, 1, d, 1.0)->extra =
         2e-6 * sqrt((double)(rows * heads)); // as in rms_norm_backward_build
@@ -337,7 +336,7 @@ static void swiglu_backward_build(const struct kernel_case *c, struct kernel_run
     run_add_normal(run, "dy", TENSOR_IN, c->type, c->shape[0], c->shape[1], 1.0);
     struct kernel_tensor *out =
         run_add(run, "dgate_up", TENSOR_OUT, c->type, c->shape[0], 2 * c->shape[1]);
-    if (has(c, CASE_IN_PLACE)) {
+    if (kernel_case_has(c, CASE_IN_PLACE)) {
         out->alias = "gate_up";
         run_add(run, "y", TENSOR_OUT, c->type, c->shape[0], c->shape[1])->alias = "dy";
     }
@@ -345,7 +344,7 @@ static void swiglu_backward_build(const struct kernel_case *c, struct kernel_run
 
 static void swiglu_backward_expect(const struct kernel_case *c, struct kernel_run *run)
 {
-    if (has(c, CASE_IN_PLACE))
+    if (kernel_case_has(c, CASE_IN_PLACE))
         swiglu_expect(c, run);
     naive_swiglu_backward(c->shape[0], c->shape[1], run_value(run, "gate_up"), run_value(run, "dy"),
                           run_expected(run, "dgate_up"));
@@ -362,18 +361,19 @@ static void gather_build(const struct kernel_case *c, struct kernel_run *run)
 {
     int64_t rows = c->shape[0], width = c->shape[1], in_rows = c->shape[2];
     run_add_normal(run, "in", TENSOR_IN, c->type, in_rows, width, 1.0)->stride +=
-        has(c, CASE_STRIDED) ? 7 : 0;
+        kernel_case_has(c, CASE_STRIDED) ? 7 : 0;
     struct kernel_tensor *index = run_add(run, "index", TENSOR_IN, DTYPE_I32, rows, 1);
     for (int64_t r = 0; r < rows; r++)
         index->value[r] = (double)run_below(run, in_rows);
-    if (has(c, CASE_ROW_SCALED)) {
+    if (kernel_case_has(c, CASE_ROW_SCALED)) {
         run_add_normal(run, "row_scale", TENSOR_IN, DTYPE_F32, rows, 1, 1.0)->value[0] = 0.0;
         index->value[0] = (double)(in_rows - 1);
         for (int64_t r = 1; r < rows; r++)
             index->value[r] = (double)run_below(run, in_rows - 1);
         run_value(run, "in")[(in_rows - 1) * width] = (double)INFINITY;
     }
-    run_add(run, "out", TENSOR_OUT, has(c, CASE_TO_F32) ? DTYPE_F32 : c->type, rows, width);
+    run_add(run, "out", TENSOR_OUT, kernel_case_has(c, CASE_TO_F32) ? DTYPE_F32 : c->type, rows,
+            width);
 }
 
 static void gather_expect(const struct kernel_case *c, struct kernel_run *run)
@@ -381,7 +381,7 @@ static void gather_expect(const struct kernel_case *c, struct kernel_run *run)
     const double *in = run_value(run, "in"), *index = run_value(run, "index");
     const double *row_scale = run_value(run, "row_scale");
     for (int64_t i = 0; i < c->shape[0] * c->shape[1]; i++) {
-        double scale = has(c, CASE_SCALED) ? 0.3125 : 1.0;
+        double scale = kernel_case_has(c, CASE_SCALED) ? 0.3125 : 1.0;
         scale *= row_scale != NULL ? row_scale[i / c->shape[1]] : 1.0;
         run_expected(run, "out")[i] =
             scale == 0.0
@@ -398,9 +398,9 @@ static void gather_call(const struct kernel_case *c, struct kernel_run *run)
                              .in_rows = c->shape[2],
                              .in_stride = run_stride(run, "in"),
                              .in_type = c->type,
-                             .out_type = has(c, CASE_TO_F32) ? DTYPE_F32 : c->type,
+                             .out_type = kernel_case_has(c, CASE_TO_F32) ? DTYPE_F32 : c->type,
                              .index = run_device(run, "index"),
-                             .scale = has(c, CASE_SCALED) ? 0.3125f : 1.0f,
+                             .scale = kernel_case_has(c, CASE_SCALED) ? 0.3125f : 1.0f,
                              .row_scale = run_device(run, "row_scale"),
                              .out = run_device(run, "out")};
     run->backend->kernels->gather_rows(run->stream, &op);
@@ -415,11 +415,12 @@ static void scatter_build(const struct kernel_case *c, struct kernel_run *run)
     // Distinct and out of order.
     for (int64_t r = 0; r < rows; r++)
         index->value[r] = (double)(out_rows - 1 - r * (out_rows / rows));
-    if (has(c, CASE_SCALED)) {
+    if (kernel_case_has(c, CASE_SCALED)) {
         run_add_normal(run, "scale", TENSOR_IN, DTYPE_F32, rows, 1, 1.0)->value[0] = 0.0;
         in->value[0] = (double)INFINITY;
     }
-    run_add(run, "out", TENSOR_OUT, has(c, CASE_TO_F32) ? DTYPE_F32 : c->type, out_rows, width);
+    run_add(run, "out", TENSOR_OUT, kernel_case_has(c, CASE_TO_F32) ? DTYPE_F32 : c->type, out_rows,
+            width);
 }
 
 static void scatter_expect(const struct kernel_case *c, struct kernel_run *run)
@@ -440,7 +441,7 @@ static void scatter_call(const struct kernel_case *c, struct kernel_run *run)
                               .width = c->shape[1],
                               .in = run_device(run, "in"),
                               .in_type = c->type,
-                              .out_type = has(c, CASE_TO_F32) ? DTYPE_F32 : c->type,
+                              .out_type = kernel_case_has(c, CASE_TO_F32) ? DTYPE_F32 : c->type,
                               .index = run_device(run, "index"),
                               .scale = run_device(run, "scale"),
                               .out = run_device(run, "out"),
@@ -459,9 +460,10 @@ static void add_rows_build(const struct kernel_case *c, struct kernel_run *run)
         for (int64_t r = 0; r < rows; r++)
             index->value[r] = (double)(out_rows - 1 - r * (out_rows / rows));
     }
-    run_add_normal(run, "out", TENSOR_CHANGED, has(c, CASE_TO_F32) ? DTYPE_F32 : c->type,
+    run_add_normal(run, "out", TENSOR_CHANGED,
+                   kernel_case_has(c, CASE_TO_F32) ? DTYPE_F32 : c->type,
                    out_rows > 0 ? out_rows : rows, width, 1.0)
-        ->stride += has(c, CASE_STRIDED) ? 8 : 0;
+        ->stride += kernel_case_has(c, CASE_STRIDED) ? 8 : 0;
 }
 
 static void add_rows_expect(const struct kernel_case *c, struct kernel_run *run)
@@ -484,7 +486,7 @@ static void add_rows_call(const struct kernel_case *c, struct kernel_run *run)
                           .in_type = c->type,
                           .index = run_device(run, "index"),
                           .out = run_device(run, "out"),
-                          .out_type = has(c, CASE_TO_F32) ? DTYPE_F32 : c->type,
+                          .out_type = kernel_case_has(c, CASE_TO_F32) ? DTYPE_F32 : c->type,
                           .out_rows = run_find(run, "out")->rows,
                           .out_stride = run_stride(run, "out")};
     run->backend->kernels->add_rows(run->stream, &op);
@@ -497,7 +499,7 @@ static const double noise_std = 0.25;
 static void context_add_in(const struct kernel_case *c, struct kernel_run *run)
 {
     int64_t tokens = c->shape[0], planes = c->shape[1], width = planes * c->shape[3];
-    if (!has(c, CASE_FLOAT8)) {
+    if (!kernel_case_has(c, CASE_FLOAT8)) {
         run_add_normal(run, "in", TENSOR_IN, DTYPE_BF16, tokens, width, 1.0);
         return;
     }
@@ -513,11 +515,12 @@ static double context_in(const struct kernel_case *c, const struct kernel_run *r
                          int64_t plane, int64_t h)
 {
     double value = run_value(run, "in")[(t * c->shape[1] + plane) * c->shape[3] + h];
-    if (!has(c, CASE_FLOAT8))
+    if (!kernel_case_has(c, CASE_FLOAT8))
         return value;
     float product =
         e4m3_to_float((uint8_t)value) * (float)run_value(run, "scales")[t * c->shape[1] + plane];
-    bool rounded = c->type == DTYPE_BF16 && !has(c, CASE_NORMAL) && !has(c, CASE_UNIFORM);
+    bool rounded = c->type == DTYPE_BF16 && !kernel_case_has(c, CASE_NORMAL) &&
+                   !kernel_case_has(c, CASE_UNIFORM);
     return rounded ? (double)bf16_to_float(bf16_from_float(product)) : (double)product;
 }
 
@@ -535,7 +538,7 @@ static void context_build(const struct kernel_case *c, struct kernel_run *run)
         positions->value[t] = (double)(t % 5);
         key->value[2 * t] = key->value[2 * t + 1] = (double)(t / 5 + 77); // documents of 5
     }
-    if (has(c, CASE_BLANK)) {
+    if (kernel_case_has(c, CASE_BLANK)) {
         struct kernel_tensor *blank = run_add(run, "blank", TENSOR_IN, DTYPE_U8, tokens, 1);
         for (int64_t t = 0; t < tokens; t++)
             blank->value[t] = t / 5 % 2 == 1;
@@ -545,9 +548,9 @@ static void context_build(const struct kernel_case *c, struct kernel_run *run)
 
 static double noise_of(const struct kernel_case *c, struct rng_key key, int64_t counter)
 {
-    if (has(c, CASE_NORMAL))
+    if (kernel_case_has(c, CASE_NORMAL))
         return noise_std * (double)rng_normal(key, (uint64_t)counter);
-    if (has(c, CASE_UNIFORM))
+    if (kernel_case_has(c, CASE_UNIFORM))
         return noise_std * (2.0 * (double)rng_uniform(key, (uint64_t)counter) - 1.0);
     return 0.0;
 }
@@ -574,15 +577,16 @@ static void context_call(const struct kernel_case *c, struct kernel_run *run)
                               .layers = c->shape[2],
                               .hidden = c->shape[3],
                               .in = run_device(run, "in"),
-                              .in_bytes = c->shape[1] * c->shape[3] * (has(c, CASE_FLOAT8) ? 1 : 2),
+                              .in_bytes = c->shape[1] * c->shape[3] *
+                                          (kernel_case_has(c, CASE_FLOAT8) ? 1 : 2),
                               .scales = run_device(run, "scales"),
                               .scale_stride = c->shape[1],
                               .plane = run_device(run, "plane"),
                               .type = c->type,
                               .out = run_device(run, "out"),
-                              .noise = has(c, CASE_NORMAL)    ? NOISE_KIND_NORMAL
-                                       : has(c, CASE_UNIFORM) ? NOISE_KIND_UNIFORM
-                                                              : NOISE_KIND_NONE,
+                              .noise = kernel_case_has(c, CASE_NORMAL)    ? NOISE_KIND_NORMAL
+                                       : kernel_case_has(c, CASE_UNIFORM) ? NOISE_KIND_UNIFORM
+                                                                          : NOISE_KIND_NONE,
                               .noise_std = (float)noise_std,
                               .noise_key = run_device(run, "key"),
                               .positions = run_device(run, "positions"),
@@ -604,7 +608,7 @@ static void adamw_build(const struct kernel_case *c, struct kernel_run *run)
     for (int64_t i = 0; i < n; i++)
         run_value(run, "v")[i] = fabs(run_value(run, "v")[i]);
     static const struct compare_bounds rounded = {1e-7, 0x1.01p-8, 1e-5};
-    if (!has(c, CASE_FROZEN))
+    if (!kernel_case_has(c, CASE_FROZEN))
         run_add(run, "copy", TENSOR_OUT, c->type, 1, n)->bounds =
             c->type == DTYPE_BF16 ? &rounded : NULL;
 }
@@ -675,7 +679,7 @@ static void convert_build(const struct kernel_case *c, struct kernel_run *run)
         from->value[0] = (double)NAN;
         from->value[1] = (double)-INFINITY;
     }
-    enum dtype to = has(c, CASE_TO_F32) ? DTYPE_F32 : DTYPE_BF16;
+    enum dtype to = kernel_case_has(c, CASE_TO_F32) ? DTYPE_F32 : DTYPE_BF16;
     if (c->shape[1] == 0)
         run_add(run, "to", TENSOR_OUT, to, 1, c->shape[0]);
     else
@@ -696,7 +700,7 @@ static void convert_call(const struct kernel_case *c, struct kernel_run *run)
                          .from = run_device(run, "from"),
                          .to = run_device(run, "to"),
                          .from_type = c->type,
-                         .to_type = has(c, CASE_TO_F32) ? DTYPE_F32 : DTYPE_BF16};
+                         .to_type = kernel_case_has(c, CASE_TO_F32) ? DTYPE_F32 : DTYPE_BF16};
     run->backend->kernels->convert(run->stream, &op);
 }
 

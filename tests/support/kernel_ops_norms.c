@@ -6,23 +6,20 @@
 #include "tests/support/kernel_ops_parts.h"
 #include "tests/support/naive.h"
 
-static bool has(const struct kernel_case *c, unsigned flag)
-{
-    return (c->flags & flag) != 0;
-}
-
 // norm_chain: rows, width, outputs of the first norm and of the second: 0 narrow, 1 wide and narrow, 2 these and the
 // second; TO_F32: x is fp32; STRIDED; FROZEN: no rstd of the first
 static const double chain_eps = 1e-6;
 
 void norm_chain_build(const struct kernel_case *c, struct kernel_run *run)
 {
-    int64_t rows = c->shape[0], width = c->shape[1], apart = has(c, CASE_STRIDED) ? 8 : 0;
-    run_add_normal(run, "x", TENSOR_IN, has(c, CASE_TO_F32) ? DTYPE_F32 : c->type, rows, width, 2.0)
+    int64_t rows = c->shape[0], width = c->shape[1],
+            apart = kernel_case_has(c, CASE_STRIDED) ? 8 : 0;
+    run_add_normal(run, "x", TENSOR_IN, kernel_case_has(c, CASE_TO_F32) ? DTYPE_F32 : c->type, rows,
+                   width, 2.0)
         ->stride += 2 * apart;
     run_add_normal(run, "weight", TENSOR_IN, DTYPE_F32, 1, width, 1.0);
     run_add(run, "narrow", TENSOR_OUT, c->type, rows, width)->stride += apart;
-    if (!has(c, CASE_FROZEN))
+    if (!kernel_case_has(c, CASE_FROZEN))
         run_add(run, "rstd", TENSOR_OUT, DTYPE_F32, rows, 1);
     if (c->shape[2] > 0)
         run_add(run, "wide", TENSOR_OUT, DTYPE_F32, rows, width);
@@ -39,7 +36,7 @@ void norm_chain_expect(const struct kernel_case *c, struct kernel_run *run)
     double *y = run_expected(run, "narrow"), *rstd = memory_alloc((size_t)rows, sizeof(*rstd));
     naive_rms_norm(rows, width, chain_eps, 0.0, run_value(run, "x"), run_value(run, "weight"), y,
                    rstd);
-    if (!has(c, CASE_FROZEN))
+    if (!kernel_case_has(c, CASE_FROZEN))
         memcpy(run_expected(run, "rstd"), rstd, (size_t)rows * sizeof(*rstd));
     free(rstd);
     if (c->shape[2] > 0)
@@ -54,7 +51,7 @@ void norm_chain_call(const struct kernel_case *c, struct kernel_run *run)
     struct norm_chain op = {.rows = c->shape[0],
                             .width = c->shape[1],
                             .eps = (float)chain_eps,
-                            .x_type = has(c, CASE_TO_F32) ? DTYPE_F32 : c->type,
+                            .x_type = kernel_case_has(c, CASE_TO_F32) ? DTYPE_F32 : c->type,
                             .type = c->type,
                             .x = run_device(run, "x"),
                             .x_stride = run_stride(run, "x"),
@@ -72,12 +69,13 @@ void norm_chain_call(const struct kernel_case *c, struct kernel_run *run)
 // norm_split: rows, width; ADD, STRIDED
 void norm_split_build(const struct kernel_case *c, struct kernel_run *run)
 {
-    int64_t rows = c->shape[0], width = c->shape[1], apart = has(c, CASE_STRIDED) ? 8 : 0;
+    int64_t rows = c->shape[0], width = c->shape[1],
+            apart = kernel_case_has(c, CASE_STRIDED) ? 8 : 0;
     run_add_normal(run, "sums", TENSOR_IN, DTYPE_F32, rows, width, 1.0);
     run_add_normal(run, "weight", TENSOR_IN, DTYPE_F32, 1, width, 1.0);
     run_add_normal(run, "matrix", TENSOR_IN, c->type, rows, width, 1.0)->stride += apart;
-    run_add_normal(run, "dmatrix", has(c, CASE_ADD) ? TENSOR_CHANGED : TENSOR_OUT, DTYPE_F32, rows,
-                   width, 1.0)
+    run_add_normal(run, "dmatrix", kernel_case_has(c, CASE_ADD) ? TENSOR_CHANGED : TENSOR_OUT,
+                   DTYPE_F32, rows, width, 1.0)
         ->stride += 2 * apart;
     run_add_normal(run, "dweight", TENSOR_CHANGED, DTYPE_F32, 1, width, 1.0);
     run_add(run, "scratch", TENSOR_SCRATCH, DTYPE_F32, RMS_NORM_PARTS, width);
@@ -92,7 +90,7 @@ void norm_split_expect(const struct kernel_case *c, struct kernel_run *run)
     memcpy(dweight->expected, dweight->value, (size_t)width * sizeof(double));
     for (int64_t i = 0; i < c->shape[0] * width; i++) {
         dmatrix->expected[i] = sums[i] * run_value(run, "weight")[i % width];
-        if (has(c, CASE_ADD))
+        if (kernel_case_has(c, CASE_ADD))
             dmatrix->expected[i] += dmatrix->value[i];
         dweight->expected[i % width] += sums[i] * matrix[i];
     }
@@ -109,7 +107,7 @@ void norm_split_call(const struct kernel_case *c, struct kernel_run *run)
                             .type = c->type,
                             .dmatrix = run_device(run, "dmatrix"),
                             .dmatrix_stride = run_stride(run, "dmatrix"),
-                            .add = has(c, CASE_ADD),
+                            .add = kernel_case_has(c, CASE_ADD),
                             .dweight = run_device(run, "dweight"),
                             .scratch = run_device(run, "scratch")};
     run->backend->kernels->norm_split(run->stream, &op);

@@ -6,11 +6,6 @@
 #include "base/memory.h"
 #include "tests/support/kernel_ops_parts.h"
 
-static bool has(const struct kernel_case *c, unsigned flag)
-{
-    return (c->flags & flag) != 0;
-}
-
 // A scale for each row; every third is 0. NOT_FINITE: what those rows hold is NaN.
 static void add_scales(const struct kernel_case *c, struct kernel_run *run, struct kernel_tensor *x)
 {
@@ -18,7 +13,7 @@ static void add_scales(const struct kernel_case *c, struct kernel_run *run, stru
         run_add_normal(run, "scale", TENSOR_IN, DTYPE_F32, x->rows, 1, 1.0);
     for (int64_t r = 0; r < x->rows; r += 3) {
         scale->value[r] = 0.0;
-        for (int64_t i = 0; i < x->columns && has(c, CASE_NOT_FINITE); i++)
+        for (int64_t i = 0; i < x->columns && kernel_case_has(c, CASE_NOT_FINITE); i++)
             x->value[r * x->columns + i] = (double)NAN;
     }
 }
@@ -28,7 +23,7 @@ void sum_rows_build(const struct kernel_case *c, struct kernel_run *run)
 {
     int64_t rows = c->shape[0], width = c->shape[1], sums = c->shape[2], at = 0;
     struct kernel_tensor *in = run_add_normal(run, "in", TENSOR_IN, DTYPE_F32, rows, width, 1.0);
-    if (has(c, CASE_SCALED))
+    if (kernel_case_has(c, CASE_SCALED))
         add_scales(c, run, in);
     else
         run_add_normal(run, "scale", TENSOR_IN, DTYPE_F32, rows, 1, 1.0);
@@ -87,7 +82,7 @@ void sum_rows_call(const struct kernel_case *c, struct kernel_run *run)
 void gather_sum_build(const struct kernel_case *c, struct kernel_run *run)
 {
     int64_t rows = c->shape[0], width = c->shape[1], terms = c->shape[2];
-    int64_t apart = has(c, CASE_STRIDED) ? 8 : 0;
+    int64_t apart = kernel_case_has(c, CASE_STRIDED) ? 8 : 0;
     run_add_normal(run, "in", TENSOR_IN, c->type, c->shape[3], width, 1.0)->stride += 2 * apart;
     struct kernel_tensor *from =
         run_add(run, "from", TENSOR_IN, DTYPE_I32, terms > 0 ? terms : 1, rows);
@@ -96,8 +91,8 @@ void gather_sum_build(const struct kernel_case *c, struct kernel_run *run)
         from->value[i] = i % rows % 5 == 4 || run_below(run, 3) == 0
                              ? -1.0
                              : (double)run_below(run, c->shape[3]);
-    run_add_normal(run, "out", has(c, CASE_ADD) ? TENSOR_CHANGED : TENSOR_OUT, DTYPE_F32, rows,
-                   width, 1.0)
+    run_add_normal(run, "out", kernel_case_has(c, CASE_ADD) ? TENSOR_CHANGED : TENSOR_OUT,
+                   DTYPE_F32, rows, width, 1.0)
         ->stride += apart;
 }
 
@@ -107,7 +102,7 @@ void gather_sum_expect(const struct kernel_case *c, struct kernel_run *run)
     const struct kernel_tensor *out = run_find(run, "out");
     const double *in = run_value(run, "in"), *from = run_value(run, "from");
     for (int64_t i = 0; i < rows * width; i++) {
-        double sum = has(c, CASE_ADD) ? out->value[i] : 0.0;
+        double sum = kernel_case_has(c, CASE_ADD) ? out->value[i] : 0.0;
         for (int64_t j = 0; j < c->shape[2]; j++) {
             int64_t row = (int64_t)from[j * rows + i / width];
             sum += row >= 0 ? in[row * width + i % width] : 0.0;
@@ -127,7 +122,7 @@ void gather_sum_call(const struct kernel_case *c, struct kernel_run *run)
                             .in_type = c->type,
                             .from = run_device(run, "from"),
                             .from_stride = run_stride(run, "from"),
-                            .add = has(c, CASE_ADD),
+                            .add = kernel_case_has(c, CASE_ADD),
                             .out = run_device(run, "out"),
                             .out_stride = run_stride(run, "out")};
     run->backend->kernels->gather_sum(run->stream, &op);
@@ -138,7 +133,7 @@ void clear_rows_build(const struct kernel_case *c, struct kernel_run *run)
 {
     struct kernel_tensor *x =
         run_add_normal(run, "x", TENSOR_CHANGED, c->type, c->shape[0], c->shape[1], 1.0);
-    x->stride += has(c, CASE_STRIDED) ? c->shape[1] : 0;
+    x->stride += kernel_case_has(c, CASE_STRIDED) ? c->shape[1] : 0;
     add_scales(c, run, x);
 }
 

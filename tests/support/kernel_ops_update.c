@@ -3,11 +3,6 @@
 
 #include <math.h>
 
-static bool has(const struct kernel_case *c, unsigned flag)
-{
-    return (c->flags & flag) != 0;
-}
-
 // muon_momentum: count
 static const double momentum = 0.95, grad_scale = 0.25;
 
@@ -71,10 +66,10 @@ static const double keep = 0.999, step_size = 0.02;
 void muon_update_build(const struct kernel_case *c, struct kernel_run *run)
 {
     static const struct compare_bounds rounded = {1e-7, 0x1.01p-8, 1e-5};
-    enum dtype copy = has(c, CASE_TO_F32) ? DTYPE_F32 : c->type;
+    enum dtype copy = kernel_case_has(c, CASE_TO_F32) ? DTYPE_F32 : c->type;
     run_add_normal(run, "param", TENSOR_CHANGED, DTYPE_F32, 1, c->shape[0], 1.0);
     run_add_normal(run, "x", TENSOR_IN, c->type, 1, c->shape[0], 1.0);
-    if (!has(c, CASE_FROZEN))
+    if (!kernel_case_has(c, CASE_FROZEN))
         run_add(run, "copy", TENSOR_OUT, copy, 1, c->shape[0])->bounds =
             copy == DTYPE_BF16 ? &rounded : NULL;
 }
@@ -96,7 +91,7 @@ void muon_update_call(const struct kernel_case *c, struct kernel_run *run)
                              .x = run_device(run, "x"),
                              .x_type = c->type,
                              .copy = run_device(run, "copy"),
-                             .copy_type = has(c, CASE_TO_F32) ? DTYPE_F32 : c->type,
+                             .copy_type = kernel_case_has(c, CASE_TO_F32) ? DTYPE_F32 : c->type,
                              .keep = keep,
                              .step = step_size};
     run->backend->kernels->muon_update(run->stream, &op);

@@ -6,11 +6,6 @@
 #include "tests/support/kernel_ops.h"
 #include "tests/support/kernel_ops_parts.h"
 
-static bool has(const struct kernel_case *c, unsigned flag)
-{
-    return (c->flags & flag) != 0;
-}
-
 static double log_sum_exp(const double *x, int64_t n)
 {
     double max = -INFINITY, sum = 0.0;
@@ -67,10 +62,10 @@ void scan_build(const struct kernel_case *c, struct kernel_run *run)
     run_add_normal(run, "others", TENSOR_IN, c->type, rows, others, 3.0);
     build_ids(c, run);
     build_ties(c, run);
-    for (int64_t row = 0; row < rows && has(c, CASE_EXCLUDED); row++)
+    for (int64_t row = 0; row < rows && kernel_case_has(c, CASE_EXCLUDED); row++)
         for (int64_t i = 0; i < (row % 2 == 0 ? kept : others); i++)
             *logit_at(c, run, row, (row % 2 == 0 ? 0 : kept) + i) = (double)-INFINITY;
-    if (has(c, CASE_NOT_FINITE))
+    if (kernel_case_has(c, CASE_NOT_FINITE))
         spoil(c, run);
     run_add(run, "lse", TENSOR_OUT, DTYPE_F32, rows, 1);
     run_add(run, "argmax", TENSOR_OUT, DTYPE_I32, rows, 1);
@@ -133,7 +128,7 @@ static void build_teacher(const struct kernel_case *c, struct kernel_run *run)
     for (int64_t t = 0; t < teachers; t++)
         lse->value[t] = round_to(DTYPE_F32, log_sum_exp(teacher->value + t * vocab, vocab) +
                                                 fabs(run_normal(run)));
-    for (int64_t i = 0; i < vocab && has(c, CASE_EXCLUDED); i += 3)
+    for (int64_t i = 0; i < vocab && kernel_case_has(c, CASE_EXCLUDED); i += 3)
         teacher->value[i] = run_value(run, "student")[vocab + i] = (double)-INFINITY;
 }
 
@@ -143,7 +138,7 @@ void overlap_build(const struct kernel_case *c, struct kernel_run *run)
     struct kernel_tensor *student =
         run_add_normal(run, "student", TENSOR_IN, c->type, rows, vocab, 3.0);
     build_teacher(c, run);
-    if (has(c, CASE_NOT_FINITE)) {
+    if (kernel_case_has(c, CASE_NOT_FINITE)) {
         student->value[vocab / 3] = (double)NAN;
         student->value[vocab + vocab / 2] = (double)INFINITY;
         for (int64_t i = 0; i < vocab; i++)
@@ -193,7 +188,7 @@ void mask_build(const struct kernel_case *c, struct kernel_run *run)
     for (int64_t t = 0; t < teachers; t++)
         argmax->value[t] = (double)(kept - 2 + run_below(run, 4)); // about the border
     run_add(run, "scale", TENSOR_OUT, DTYPE_F32, rows, 1)->alias =
-        has(c, CASE_IN_PLACE) ? "weight" : NULL;
+        kernel_case_has(c, CASE_IN_PLACE) ? "weight" : NULL;
 }
 
 void mask_expect(const struct kernel_case *c, struct kernel_run *run)
