@@ -1,5 +1,5 @@
-// The supervisor: shell scripts stand for ranks. Exit statuses, what children are told, signals, and that nobody
-// is left behind.
+// The supervisor: shell scripts, and once this program, stand for ranks. Exit statuses, what children are told,
+// signals, and that nobody is left behind.
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -14,6 +14,7 @@
 #include "base/memory.h"
 #include "base/timer.h"
 #include "trainer/launch.h"
+#include "trainer/signals.h"
 
 static char folder[] = "/tmp/dtrain-launch-XXXXXX";
 
@@ -196,14 +197,53 @@ static void no_orphan_outlives_the_supervisor(void **state)
         must_be_gone(pid_of(rank));
 }
 
-int main(void)
+static const char held_word[] = "held";
+
+// As a rank: 75 once SIGTERM has come and waits, which it does only where it is held back.
+static int held_rank(void)
 {
+    sigset_t waiting;
+    for (int i = 0; i < 3000; i++) {
+        sigpending(&waiting);
+        if (sigismember(&waiting, SIGTERM) == 1)
+            return 75;
+        usleep(10000);
+    }
+    return 1;
+}
+
+// One that was there before the supervisor is passed on, and ranks begin with it held back, until what they are
+// handles it.
+static void a_signal_that_was_held_back_is_passed_on(void **state)
+{
+    (void)state;
+    char *arguments[] = {(char *)"test_launch", (char *)held_word, NULL};
+    const struct launch launch = {.ranks = 3,
+                                  .program = "/proc/self/exe",
+                                  .arguments = arguments,
+                                  .kill_seconds = 1.0,
+                                  .linger_seconds = 2.0};
+    pid_t pid = fork();
+    assert_true(pid >= 0);
+    if (pid == 0) {
+        signals_hold();
+        kill(getpid(), SIGTERM);
+        _exit(launch_run(&launch));
+    }
+    assert_int_equal(status_of(pid), 75);
+}
+
+int main(int argc, char **argv)
+{
+    if (argc == 2 && strcmp(argv[1], held_word) == 0)
+        return held_rank();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(statuses_are_common_ones),
         cmocka_unit_test(children_are_told_who_they_are),
         cmocka_unit_test(a_program_that_is_not_there_fails),
         cmocka_unit_test(the_others_end_when_one_is_killed),
         cmocka_unit_test(signals_are_passed_on),
+        cmocka_unit_test(a_signal_that_was_held_back_is_passed_on),
         cmocka_unit_test(a_second_signal_stops_what_does_not_hear),
         cmocka_unit_test(no_orphan_outlives_the_supervisor),
     };

@@ -248,8 +248,8 @@ static void second_signal_ends_at_once(void **state)
     run_must_equal(&fixture, "whole", "twice", RUN_STEPS);
 }
 
-// From the first instant on: before the handlers are there it is an ordinary death, afterwards a stop
-// that has saved.
+// Until the program's first instruction it is an ordinary death, afterwards a stop that has saved
+// (test_run_signals.c).
 static void signals_before_the_first_step(void **state)
 {
     (void)state;

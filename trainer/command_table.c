@@ -244,6 +244,7 @@ const size_t common_option_count = COUNT_OF(common_options);
 const struct command command_table[] = {
     {.name = "train",
      .run = command_launch,
+     .stops = true,
      .summary = "trains a drafter; the command when none is named",
      .text = "Trains a drafter. Continues from the newest complete checkpoint of run.dir by "
              "itself.",
@@ -268,6 +269,7 @@ const struct command command_table[] = {
      OPTIONS(plan_options)},
     {.name = "sweep",
      .run = command_sweep,
+     .stops = true,
      .summary = "trains every combination of some keys' values and compares them",
      .text =
          "Trains with every combination of the values of --grid and compares them. All points "

@@ -60,6 +60,8 @@ struct command {
     enum value_kind operand_completes;
     const char *operand_choices; // as in struct option_row; only these
     bool operands;               // several
+    // Ends with status 75 when it is told to stop: it begins with the signals held back (signals.h).
+    bool stops;
 };
 
 extern const struct command command_table[];

@@ -5,6 +5,11 @@
 
 #include <stdbool.h>
 
+// Holds the three back, for this process and what it becomes by exec: for the time before anything handles them.
+void signals_hold(void);
+// Ends that where none will be handled: one that has come ends the process.
+void signals_let_go(void);
+// Ends it with the handlers in place.
 void signals_install(void);
 // From here on none has an effect: everything that could be saved is.
 void signals_ignore(void);

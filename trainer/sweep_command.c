@@ -16,6 +16,7 @@
 #include "trainer/folder_lock.h"
 #include "trainer/rank_gpu.h"
 #include "trainer/rank_place.h"
+#include "trainer/signals.h"
 #include "trainer/sweep.h"
 
 enum { GPU_TEXT = 256 };
@@ -423,8 +424,10 @@ static int show(const struct options *options)
 
 int command_sweep(const struct options *options)
 {
-    if (options->show != NULL)
+    if (options->show != NULL) {
+        signals_let_go();
         return show(options);
+    }
     struct sweep sweep = {.options = options, .lock_fd = -1};
     struct error err = {""};
     config_init(&sweep.config);

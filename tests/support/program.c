@@ -31,7 +31,7 @@ static void pause_shortly(void)
 
 // ---- the process ---------------------------------------------------------------------------------
 
-// In the child: output into the file, limits, then the program. Only what is safe after fork.
+// In the child: output into the file, limits, a signal, then the program. Only what is safe after fork.
 static void become_program(const struct program *program, char *const *words)
 {
     int out = open(program->output, O_WRONLY | O_CREAT | O_TRUNC, 0666);
@@ -41,6 +41,13 @@ static void become_program(const struct program *program, char *const *words)
         struct rlimit limit = {(rlim_t)program->file_limit, (rlim_t)program->file_limit};
         signal(SIGXFSZ, SIG_IGN);
         if (setrlimit(RLIMIT_FSIZE, &limit) != 0)
+            _exit(126);
+    }
+    if (program->early_signal != 0) {
+        sigset_t held;
+        sigemptyset(&held);
+        sigaddset(&held, program->early_signal);
+        if (sigprocmask(SIG_BLOCK, &held, NULL) != 0 || raise(program->early_signal) != 0)
             _exit(126);
     }
     execvp(words[0], words);

@@ -13,6 +13,7 @@ struct program {
     char *output;       // file that holds its stdout and stderr
     int64_t file_limit; // bytes that one of its files may have, writing more fails; 0: any
     int ranks;          // processes, started by mpirun; 0: one, without it
+    int early_signal;   // that waits for it when it begins, held back by who starts it; 0: none
     // after program_wait
     double cpu_seconds;
     int64_t peak_bytes; // resident
@@ -23,7 +24,7 @@ bool program_has_ranks(void);
 // Processes of this program that live, at most `capacity` of them, in order of their start: mpirun's children
 // when there are several ranks. Returns their number.
 int program_ranks(const struct program *program, pid_t *pids, int capacity);
-// Starts dtrain with these arguments, NULL at the end. *program: zeros, or with file_limit or ranks set.
+// Starts dtrain with these arguments, NULL at the end. *program: zeros, or with file_limit, ranks or early_signal set.
 void program_start(struct program *program, const char *output, const char *const *arguments);
 void program_signal(const struct program *program, int signal_number);
 // Whether it has not ended yet.
