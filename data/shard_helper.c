@@ -2,7 +2,6 @@
 // What it does with a file is shard_probe.c's.
 #include "data/shard_helper.h"
 
-#include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <poll.h>
@@ -93,10 +92,7 @@ static void start(struct shard_helper *helper)
 // Returns its status. One that has ended by itself keeps its own.
 static int end(struct shard_helper *helper)
 {
-    int status = 0;
-    kill(helper->pid, SIGKILL);
-    while (waitpid(helper->pid, &status, 0) < 0 && errno == EINTR)
-        continue;
+    int status = probe_end(helper->pid, 0.0);
     close(helper->socket);
     helper->pid = 0;
     return status;

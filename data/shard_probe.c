@@ -9,16 +9,20 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "base/log.h"
 #include "base/memory.h"
+#include "base/timer.h"
 #include "data/hdf5_file.h"
 #include "data/shard.h"
 #include "data/shard_probe_internal.h"
 
 enum {
-    CPU_SECONDS = 30 // for the index of one shard
+    CPU_SECONDS = 30, // for the index of one shard
+    END_SECONDS = 3,  // from the last word, or from SIGKILL
+    LOOK_NANOSECONDS = 500000
 };
 
 // Address space beyond what the process has now. An index needs megabytes; a damaged length may ask
@@ -163,6 +167,27 @@ static size_t receive_messages(int pipe_end, size_t count, char **messages)
     return count;
 }
 
+// Whether it has ended, at the latest after so many seconds.
+static bool ends_within(pid_t child, double seconds, int *status)
+{
+    double until = timer_now() + seconds;
+    while (waitpid(child, status, WNOHANG) == 0) {
+        if (timer_now() > until)
+            return false;
+        nanosleep(&(struct timespec){.tv_nsec = LOOK_NANOSECONDS}, NULL);
+    }
+    return true;
+}
+
+int probe_end(pid_t child, double patience)
+{
+    int status = 0;
+    if (patience > 0.0 && ends_within(child, patience, &status))
+        return status;
+    kill(child, SIGKILL);
+    return ends_within(child, END_SECONDS, &status) ? status : W_EXITCODE(0, SIGKILL);
+}
+
 char *probe_crash_words(const char *path, int status)
 {
     if (WIFSIGNALED(status) && WTERMSIG(status) == SIGXCPU)
@@ -191,9 +216,7 @@ static size_t probe_some(const char *const *paths, size_t count, shard_open_fn *
     close(ends[0]);
     if (child < 0) // the shards are then opened without this safety
         return count;
-    int status = 0;
-    while (waitpid(child, &status, 0) < 0 && errno == EINTR)
-        continue;
+    int status = probe_end(child, END_SECONDS);
     if (finished >= count)
         return count;
     messages[finished] = probe_crash_words(paths[finished], status);

@@ -21,6 +21,19 @@
 
 static const char itself[] = "/proc/self/exe";
 
+// As for a process that waits for a file system for ever, which not even SIGKILL ends.
+static bool stuck;
+pid_t __real_waitpid(pid_t pid, int *status, int options);
+pid_t __wrap_waitpid(pid_t pid, int *status, int options);
+pid_t __wrap_waitpid(pid_t pid, int *status, int options)
+{
+    if (!stuck)
+        return __real_waitpid(pid, status, options);
+    if ((options & WNOHANG) == 0)
+        fail_msg("a wait without a limit");
+    return 0;
+}
+
 static bool never(void *context)
 {
     (void)context;
@@ -181,6 +194,32 @@ static void a_wait_can_be_ended(void **state)
     free(program);
 }
 
+// What does not end is left behind after a while: at the end of a run, in the middle of one, and when files are
+// looked at by a fork.
+static void no_wait_is_without_a_limit(void **state)
+{
+    const struct shard_place *place = *state;
+    char *program = script(place, "kill -KILL $$");
+    double start = timer_now();
+    struct shard_helper *helper = shard_helper_open(itself, never, NULL);
+    must_open(helper, place->path);
+    stuck = true;
+    shard_helper_close(helper);
+    helper = shard_helper_open(program, never, NULL);
+    must_open(helper, place->path);
+    shard_helper_close(helper);
+    const char *path = place->path;
+    char **said = shard_probe(&path, 1);
+    assert_null(said[0]);
+    shard_probe_free(said, 1);
+    stuck = false;
+    double waited = timer_now() - start;
+    assert_true(waited > 2.0 && waited < 120.0);
+    while (waitpid(-1, NULL, 0) > 0)
+        continue; // they had been killed
+    free(program);
+}
+
 #define TEST(function) cmocka_unit_test_setup_teardown(function, setup, shard_place_teardown)
 
 int main(int argc, char **argv)
@@ -188,10 +227,8 @@ int main(int argc, char **argv)
     if (argc == 2 && strcmp(argv[1], SHARD_HELPER_WORD) == 0)
         shard_helper_main();
     const struct CMUnitTest tests[] = {
-        TEST(shards_are_opened_first),
-        TEST(a_killed_helper_is_replaced),
-        TEST(without_a_helper),
-        TEST(a_wait_can_be_ended),
+        TEST(shards_are_opened_first), TEST(a_killed_helper_is_replaced), TEST(without_a_helper),
+        TEST(a_wait_can_be_ended),     TEST(no_wait_is_without_a_limit),
     };
     return cmocka_run_group_tests_name("shard_helper", tests, NULL, NULL);
 }
