@@ -184,6 +184,52 @@ static void what_does_not_fit_is_an_error(void **state)
     free(manifest);
 }
 
+// With --raw's folder of links, too, which a checkpoint with a moving average needs.
+static int export_small(const char *out, const char *raw)
+{
+    const char *words[] = {"export",
+                           "--checkpoint",
+                           run_checkpoint(&fixture, "run", RUN_STEPS),
+                           "--format",
+                           "zlab",
+                           "--out",
+                           out,
+                           raw,
+                           NULL};
+    struct program program = {.file_limit = 2048};
+    program_start(&program, run_path(&fixture, "out.out"), words);
+    return program_wait(&program, 120.0);
+}
+
+// It takes away what it has made, and nothing else.
+static void a_failed_export_leaves_no_folder(void **state)
+{
+    (void)state;
+    static const char *const raws[] = {NULL, "--raw"};
+    char *there = memory_strdup(run_path(&fixture, "there"));
+    char *new = memory_format("%s/new", there), *deep = memory_format("%s/a//b/", new);
+    char *other = memory_format("%s/other", there);
+    struct error err = {""};
+    assert_int_equal(run_train(&fixture, "run", "--set", "optimizer.ema=0.5", NULL), 0);
+    assert_int_equal(files_make_folder(there, &err), 0);
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(export_small(deep, raws[i]), 1);
+        run_must_say(&fixture, "out", "File too large");
+        assert_false(files_exists(new));
+        assert_int_equal(export_small(there, raws[i]), 1); // also while it is empty
+        assert_true(files_is_folder(there));
+        assert_int_equal(files_write_text(other, "a", &err), 0);
+        assert_int_equal(export_small(there, raws[i]), 1);
+        assert_int_equal(unlink(other), 0);
+        assert_int_equal(rmdir(there), 0); // nothing else is in it
+        assert_int_equal(files_make_folder(there, &err), 0);
+    }
+    free(other);
+    free(deep);
+    free(new);
+    free(there);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -192,6 +238,7 @@ int main(void)
         cmocka_unit_test(the_place_of_a_sweep_is_checked_first),
         cmocka_unit_test(no_shard_is_written_over),
         cmocka_unit_test(what_does_not_fit_is_an_error),
+        cmocka_unit_test(a_failed_export_leaves_no_folder),
     };
     return cmocka_run_group_tests_name("run_outputs", tests, open_all, close_all);
 }

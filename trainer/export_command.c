@@ -1,5 +1,6 @@
 // Owns `dtrain export`: refusals, and the way out of a checkpoint, which holds the z-lab layout (EAGLE-3:
 // SpecForge's).
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -275,11 +276,17 @@ static int publish(const struct source *source, struct error *err)
     int result = refuse_others(out, err);
     if (result == 0)
         result = write_files(source, begun, err);
-    for (int i = 0; i < FILES && result == 0; i++)
-        if (rename(begun[i], final[i]) != 0)
-            result = error_set(err, "%s: can not be created", final[i]);
+    int named = 0;
+    while (named < FILES && result == 0) {
+        if (rename(begun[named], final[named]) == 0)
+            named++;
+        else
+            result = error_set(err, "%s: can not be created: %s", final[named], strerror(errno));
+    }
     for (int i = 0; i < FILES; i++) {
         unlink(begun[i]); // of a failure
+        if (i < named && result != 0)
+            unlink(final[i]);
         free(begun[i]);
         free(final[i]);
     }
@@ -289,18 +296,20 @@ static int publish(const struct source *source, struct error *err)
 int export_checked(const struct export_request *request, struct error *err)
 {
     struct source source = {.request = request};
+    struct files_made made = {.paths = NULL};
     config_init(&source.config);
     int result = open_checkpoint(&source, err);
     if (result == 0 && request->format == EXPORT_SPECULATORS)
         result = open_drafter(&source, err);
     if (result == 0) {
         warn_of_windows(&source.sizes, request->format);
-        result = files_make_folder(request->out, err);
+        result = files_make_folder_noted(request->out, &made, err);
     }
     if (result == 0)
         result = publish(&source, err);
     if (result == 0)
         result = files_sync_folder(request->out, err);
+    files_made_end(&made, result != 0);
     close_source(&source);
     return result;
 }

@@ -96,6 +96,7 @@ static int put_masters(int fd, const char *path, const struct safetensors *model
 // A folder that is the checkpoint but for the values of its servable weights: all else are links.
 struct raw {
     const char *checkpoint, *folder;
+    struct files_made made;
     char *real; // the checkpoint's absolute path
     char *path; // of the model in the folder
     struct safetensors model;
@@ -137,7 +138,7 @@ static int take_files(const struct raw *raw, struct error *err)
 static int make_folder(struct raw *raw, struct error *err)
 {
     char *from = memory_format("%s/model.safetensors", raw->checkpoint);
-    int result = files_make_folder(raw->folder, err);
+    int result = files_make_folder_noted(raw->folder, &raw->made, err);
     if (result == 0)
         result = files_copy(from, raw->path, err);
     if (result == 0)
@@ -177,6 +178,7 @@ int export_raw_command(const struct export_request *request, struct error *err)
         result = export_checked(&of_raw, err);
     if (files_is_folder(folder))
         files_remove_folder(folder, result == 0 ? err : &(struct error){""});
+    files_made_end(&raw.made, result != 0);
     free(raw.path);
     free(raw.real);
     free(folder);

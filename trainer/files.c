@@ -13,14 +13,22 @@
 #include "base/crc32c.h"
 #include "base/memory.h"
 
-int files_make_folder(const char *path, struct error *err)
+static void note(struct files_made *made, const char *path)
+{
+    made->paths = memory_resize(made->paths, made->count + 1, sizeof(*made->paths));
+    made->paths[made->count++] = memory_strdup(path);
+}
+
+int files_make_folder_noted(const char *path, struct files_made *made, struct error *err)
 {
     char *part = memory_strdup(path);
     int result = 0;
     for (char *slash = strchr(part + 1, '/');; slash = strchr(slash + 1, '/')) {
         if (slash != NULL)
             *slash = '\0';
-        if (mkdir(part, 0777) != 0 && !(errno == EEXIST && files_is_folder(part))) {
+        if (mkdir(part, 0777) == 0) {
+            note(made, part);
+        } else if (errno != EEXIST || !files_is_folder(part)) {
             result = error_set(err, "%s: can not create the folder: %s", part, strerror(errno));
             break;
         }
@@ -29,6 +37,25 @@ int files_make_folder(const char *path, struct error *err)
         *slash = '/';
     }
     free(part);
+    return result;
+}
+
+void files_made_end(struct files_made *made, bool remove_empty)
+{
+    for (size_t i = made->count; i-- > 0;) {
+        if (remove_empty)
+            rmdir(made->paths[i]); // fails where something has been put
+        free(made->paths[i]);
+    }
+    free(made->paths);
+    *made = (struct files_made){.paths = NULL};
+}
+
+int files_make_folder(const char *path, struct error *err)
+{
+    struct files_made made = {.paths = NULL};
+    int result = files_make_folder_noted(path, &made, err);
+    files_made_end(&made, false);
     return result;
 }
 

@@ -11,6 +11,15 @@
 
 // Creates a folder and its parents; none is an error.
 int files_make_folder(const char *path, struct error *err);
+// The same for a command that takes them away when it fails: those that were not there yet, outermost first. `made`
+// is filled also on failure.
+struct files_made {
+    char **paths;
+    size_t count;
+};
+int files_make_folder_noted(const char *path, struct files_made *made, struct error *err);
+// Forgets them; removes, when asked to, those that hold nothing.
+void files_made_end(struct files_made *made, bool remove_empty);
 bool files_exists(const char *path);
 bool files_is_folder(const char *path);
 // Two names of one file or folder.
