@@ -301,11 +301,9 @@ class Report:
         # What has not ended is not compared with what has.
         ended = [run for run in runs if run.state is None] or runs
         points = {run.label: (self.score(run.label), self.summaries[run.label]) for run in ended}
+        self.compared = set(points)
         self.fronts = {cost: on_front(points, cost) for cost in ("seconds", "memory_bytes")}
-        ranked = [label for label in points if points[label][0] is not None]
-        # The better one; of equals the one that took less time.
-        self.best = max(ranked, key=lambda label: (points[label][0], -(points[label][1]["seconds"] or 0.0)),
-                        default=None)
+        self.best = max((label for label in points if points[label][0] is not None), key=self.rank, default=None)
 
     def short(self, key):
         """A key without its section where that is unique among all keys, as on the command line."""
@@ -321,6 +319,12 @@ class Report:
         """The larger the better."""
         value = self.summaries[label][self.score_name]
         return value if self.scored or value is None else -value
+
+    def rank(self, label):
+        """The larger the better, as `dtrain sweep` ranks its points: of equals the one that took less time, then the
+        first of them."""
+        score, seconds = self.score(label), self.summaries[label]["seconds"]
+        return (label in self.compared, -math.inf if score is None else score, -math.inf if seconds is None else -seconds)
 
     @property
     def notes(self):
@@ -351,7 +355,7 @@ class Report:
         cells = {}
         for run in self.runs:
             at = (run.values[row_key], run.values[column_key])
-            if at not in cells or (self.score(run.label) or -math.inf) > (self.score(cells[at]) or -math.inf):
+            if at not in cells or self.rank(run.label) > self.rank(cells[at]):
                 cells[at] = run.label
         return cells
 

@@ -461,7 +461,9 @@ def heat(report, styles, title, name, form, cost):
              if report.summaries[label][name] is not None}
     figure, axes = start(title, size=(SMALL[0], max(2.4, 1.2 + 0.52 * len(rows))), steps=False)
     low, high = data.colour_range(known.values())
-    best = (min if cost else max)(known, key=known.get)
+    # Of equals the best run, and of what has ended: with the score's own map that is report.best.
+    best = max((at for at in known if cells[at] in report.compared), default=None,
+               key=lambda at: (-known[at] if cost else known[at], report.rank(cells[at])))
     colours = COST if cost else HEAT
     for y, row in enumerate(rows):
         for x, column in enumerate(columns):

@@ -105,8 +105,7 @@ def lead_of_several(report):
     if report.best is None:
         return f"{len(report.runs)} runs; none has a loss yet."
     best = next(run for run in report.runs if run.label == report.best)
-    scores = sorted((report.score(run.label) for run in report.runs if report.score(run.label) is not None),
-                    reverse=True)
+    scores = sorted((report.score(label) for label in report.compared if report.score(label) is not None), reverse=True)
     what = "accept_len_walk" if report.scored else "loss"
     text = f"Best: {name_of(report, best)}, {what} {abs(scores[0]):.3f}"
     if len(scores) > 1:
@@ -183,10 +182,7 @@ def table(report):
     known = [report.score(run.label) for run in report.runs if report.score(run.label) is not None]
     low, high = min(known, default=0), max(known, default=0)
     body = ""
-    worst = float("-inf")
-    order = sorted(report.runs, key=lambda run: -(report.score(run.label) if report.score(run.label) is not None
-                                                  else worst))
-    for run in order:
+    for run in sorted(report.runs, key=lambda run: report.rank(run.label), reverse=True):
         found, score = report.summaries[run.label], report.score(run.label)
         names = [run.values[key] for key in keys] or [run.label]
         swatch = f'<span class="swatch" style="background: {by_name(styles.colours[run.label])}"></span>'

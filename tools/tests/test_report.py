@@ -329,6 +329,41 @@ class Drawing(Comparing):
         cells = drawn["compare-memory_bytes"].axes[0].patches  # all take the same
         self.assertEqual([cell.get_facecolor() for cell in cells if cell.get_fill()], [figures.COST(0.5)] * 4)
 
+    def framed(self, plot):
+        """(column, row) of the framed cell."""
+        frames = [cell for cell in plot.axes[0].patches if not cell.get_fill()]
+        self.assertEqual(len(frames), 1)
+        return int(frames[0].get_x()), int(frames[0].get_y())
+
+    def test_the_framed_cell_is_the_best_point(self):
+        # Points of equal score: the one that took less time, wherever it stands, and the table has it first.
+        for quick in ("32-4", "32-16", "128-4", "128-16"):
+            for size in (4, 16):
+                for anchors in (32, 128):
+                    name = f"{anchors}-{size}"
+                    lines = [step_line(step, seconds=0.1 if name == quick else 0.2) for step in (1, 2)]
+                    self.run_folder(f"{quick}/{name}", lines + [val_line(2, 1.5)],
+                                    **{"anchors.max_anchors": anchors, "drafter.block_size": size})
+            report = data.open_report([self.path(quick, name) for name in sorted(os.listdir(self.path(quick)))])
+            self.assertEqual(report.best, quick)
+            anchors, size = quick.split("-")
+            place = (["4", "16"].index(size), ["128", "32"].index(anchors))
+            drawn = figures.draw(report)
+            page = report_page.page(report, drawn)
+            frames = {figure.name: self.framed(plot) for figure, plot in drawn if figure.name.startswith("compare-")}
+            for _, plot in drawn:
+                figures.close(plot)
+            self.assertEqual(frames, {"compare-" + name: place for name in ("best_walk", "seconds", "memory_bytes")})
+            self.assertIn('<span class="mark">best</span>', re.findall(r"<tr[^>]*>(.*?)</tr>", page, re.S)[1])
+
+    def test_what_has_not_ended_is_not_framed(self):
+        report = self.grid()
+        report.runs[3].state = "running"
+        report = data.Report("title", report.runs, report.keys)
+        self.assertEqual(report.best, "a128-b4")
+        self.assertEqual(self.framed(self.drawn(report)["compare-best_walk"]), (0, 0))
+        self.assertIn("1.600", report_page.lead_of_several(report))
+
     def test_bytes_are_as_in_plans(self):
         self.assertEqual([figures.format_bytes(value) for value in (0, 1536, 57.25 * 2 ** 20, 1000 * 2 ** 20, 2 ** 40)],
                          ["0 B", "1.5 KiB", "57.2 MiB", "1000 MiB", "1 TiB"])
