@@ -7,9 +7,11 @@
 #include <poll.h>
 #include <signal.h>
 #include <spawn.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -22,7 +24,8 @@
 enum {
     BEGUN = 0x64747261,
     ANSWER_SECONDS = 300, // that pass, so that slow file systems are waited for
-    LOOK_MILLISECONDS = 50
+    LOOK_MILLISECONDS = 50,
+    REFUSED = 2 // the program's status for a wrong call
 };
 
 struct shard_helper {
@@ -36,14 +39,29 @@ struct shard_helper {
 
 // ---- the process ---------------------------------------------------------------------------------
 
+// Whoever calls it by hand.
+static void refuse_others(void)
+{
+    struct stat input;
+    if (fstat(STDIN_FILENO, &input) == 0 && S_ISSOCK(input.st_mode))
+        return;
+    fprintf(stderr,
+            "dtrain " SHARD_HELPER_WORD ": a training run that reads a spool starts this by "
+            "itself, to open shards beside it, and talks to it through a socket; it does "
+            "nothing by hand. `dtrain data check FILE` looks at a shard\n");
+    _exit(REFUSED);
+}
+
 void shard_helper_main(void)
 {
     char path[PATH_MAX];
     uint32_t length, begun = BEGUN;
-    int other = STDIN_FILENO; // a socket
+    int other = STDIN_FILENO;
+    refuse_others();
     probe_begin();
-    while (probe_receive(other, &length, sizeof(length)) && length < sizeof(path) &&
-           probe_receive(other, path, length)) {
+    while (probe_receive(other, &length, sizeof(length))) {
+        if (length >= sizeof(path) || !probe_receive(other, path, length))
+            _exit(REFUSED); // not a name from shard_open_helped
         path[length] = '\0';
         if (!probe_send(other, &begun, sizeof(begun)) || !probe_answer(path, shard_open, other))
             break;

@@ -9,7 +9,7 @@
 #include "data/shard.h"
 
 // The first word of a command line with which the program is such a process: it calls shard_helper_main, before
-// anything else of it begins.
+// anything else of it begins. Its standard input is the socket; without one it says so and ends with status 2.
 #define SHARD_HELPER_WORD "open-shards"
 void shard_helper_main(void) __attribute__((noreturn));
 

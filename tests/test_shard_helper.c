@@ -1,12 +1,14 @@
 // The process that opens shards for one with threads: what it says, what becomes of a shard that it dies of, and
 // of shards when it is none. This program is its own helper.
 #include <errno.h>
+#include <fcntl.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -220,6 +222,56 @@ static void no_wait_is_without_a_limit(void **state)
     free(program);
 }
 
+// A helper with that standard input, which is closed here; what it says goes to the file. Its status.
+static int called_with(int input, const char *said)
+{
+    int status;
+    pid_t pid = fork();
+    assert_true(pid >= 0);
+    if (pid == 0) {
+        int output = open(said, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+        if (output < 0 || dup2(output, STDERR_FILENO) < 0)
+            _exit(99);
+        if (input < 0)
+            close(STDIN_FILENO);
+        else if (dup2(input, STDIN_FILENO) < 0)
+            _exit(99);
+        alarm(30); // one that waits
+        execl(itself, "dtrain", SHARD_HELPER_WORD, (char *)NULL);
+        _exit(99);
+    }
+    if (input >= 0)
+        close(input);
+    assert_int_equal(waitpid(pid, &status, 0), pid);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+// A terminal, a pipe that nobody closes, nothing at all, and a socket on which no names of files come.
+static void a_call_by_hand_is_refused(void **state)
+{
+    const struct shard_place *place = *state;
+    char *said = fixture_path(place->folder, "said");
+    int ends[2], terminal = posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
+    assert_int_equal(pipe2(ends, O_CLOEXEC), 0);
+    const int inputs[] = {terminal, ends[0], open("/dev/null", O_RDONLY | O_CLOEXEC), -1};
+    for (size_t i = 0; i < sizeof(inputs) / sizeof(*inputs); i++) {
+        if (i == 0 && terminal < 0)
+            continue; // none to be had here
+        assert_int_equal(called_with(inputs[i], said), 2);
+        char *text = fixture_text(place->folder, "said");
+        assert_non_null(strstr(text, "dtrain open-shards: a training run"));
+        assert_non_null(strstr(text, "does nothing by hand"));
+        free(text);
+    }
+    close(ends[1]);
+    static const char words[] = "not the name of a file";
+    assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
+    assert_int_equal(write(ends[1], words, sizeof(words)), sizeof(words));
+    assert_int_equal(called_with(ends[0], said), 2);
+    close(ends[1]);
+    free(said);
+}
+
 #define TEST(function) cmocka_unit_test_setup_teardown(function, setup, shard_place_teardown)
 
 int main(int argc, char **argv)
@@ -227,8 +279,9 @@ int main(int argc, char **argv)
     if (argc == 2 && strcmp(argv[1], SHARD_HELPER_WORD) == 0)
         shard_helper_main();
     const struct CMUnitTest tests[] = {
-        TEST(shards_are_opened_first), TEST(a_killed_helper_is_replaced), TEST(without_a_helper),
-        TEST(a_wait_can_be_ended),     TEST(no_wait_is_without_a_limit),
+        TEST(shards_are_opened_first),   TEST(a_killed_helper_is_replaced),
+        TEST(without_a_helper),          TEST(a_wait_can_be_ended),
+        TEST(a_call_by_hand_is_refused), TEST(no_wait_is_without_a_limit),
     };
     return cmocka_run_group_tests_name("shard_helper", tests, NULL, NULL);
 }
