@@ -34,7 +34,7 @@ import torch
 import made_up
 import step
 
-DEVICE = made_up.DEVICE
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GAMMA, RATE = 7.0, 1e-5
 WARM_UP, LEAST_STEPS = 3, 5
 BEFORE_GO = 70 * 2**30  # bytes

@@ -29,7 +29,7 @@ import torch
 import made_up
 import step
 
-DEVICE = made_up.DEVICE
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RATE, WARM_UP, STEPS = 1e-5, 3, 5
 FEATURES = 3
 SAME = ["loss.kl=1.0", "loss.mask_index=input", "loss.out_of_vocab=kept", "loss.full_vocab_metrics=false",

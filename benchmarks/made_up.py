@@ -2,15 +2,20 @@
 
 What is measured with them depends on sizes, lengths and masks only, not on the values, so these are drawn
 at random: unit hidden states, a head with the usual spread. Needs torch (a GPU makes it quick), numpy, h5py.
+
+Values are drawn in a process of their own, this file as a script: a CUDA context, which stays as long as its process,
+would take memory beside the program that is measured.
 """
 import json
 import math
+import pickle
 import statistics
 import struct
+import subprocess
+import sys
 
 import h5py
 import numpy as np
-import torch
 
 import packed_rows
 
@@ -23,13 +28,41 @@ MODELS = {
                  intermediate=256, layer_ids=[0, 1, 2, 4, 5]),
 }
 DRAFTER_LAYERS, BLOCK = 5, 16
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def random_bits(generator, shape, deviation):
-    """bf16 normal values as uint16 bits."""
-    values = torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.bfloat16) * deviation
-    return values.view(torch.int16).cpu().numpy().view(np.uint16)
+def write_target(folder, model, seed=0):
+    """A target directory: config.json and head.safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(model_config(model)))
+    write_elsewhere("head", folder / "head.safetensors", model, seed)
+
+
+def write_shard(path, model, documents, seed=0):
+    """documents: (tokens, mask): mask is a uint8 array, or None when all is supervised."""
+    write_elsewhere("shard", path, model, documents, seed)
+
+
+def write_elsewhere(*what):
+    subprocess.run([sys.executable, __file__], input=pickle.dumps(what), check=True)
+
+
+class Values:
+    """Random values, in the process that may hold a GPU."""
+
+    def __init__(self, seed):
+        import torch
+        self.torch, self.device = torch, "cuda" if torch.cuda.is_available() else "cpu"
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+
+    def bits(self, shape, deviation):
+        """bf16 normal values as uint16 bits."""
+        values = self.torch.randn(shape, generator=self.generator, device=self.device,
+                                  dtype=self.torch.bfloat16) * deviation
+        return values.view(self.torch.int16).cpu().numpy().view(np.uint16)
+
+    def integers(self, low, high, count):
+        return self.torch.randint(low, high, (count,), generator=self.generator, device=self.device,
+                                  dtype=self.torch.int32).cpu().numpy()
 
 
 def model_config(model):
@@ -42,11 +75,8 @@ def model_config(model):
                 hidden_act="silu", tie_word_embeddings=False, eos_token_id=1, bos_token_id=2)
 
 
-def write_target(folder, model, seed=0):
-    """A target directory: config.json and head.safetensors."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(model_config(model)))
+def write_head_here(path, model, seed):
+    values = Values(seed)
     hidden, vocab = model["hidden"], model["vocab"]
     shapes = {"embed_tokens.weight": [vocab, hidden], "lm_head.weight": [vocab, hidden],
               "norm.weight": [hidden]}
@@ -57,7 +87,7 @@ def write_target(folder, model, seed=0):
         at += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with open(folder / "head.safetensors", "wb") as file:
+    with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name, shape in shapes.items():
             if len(shape) == 1:
@@ -65,18 +95,16 @@ def write_target(folder, model, seed=0):
                 continue
             for begin in range(0, shape[0], 32768):
                 rows = min(32768, shape[0] - begin)
-                random_bits(generator, (rows, hidden), 0.02).tofile(file)
+                values.bits((rows, hidden), 0.02).tofile(file)
 
 
-def write_shard(path, model, documents, seed=0):
-    """documents: (tokens, mask): mask is a uint8 array, or None when all is supervised."""
-    generator = torch.Generator(DEVICE).manual_seed(seed + 1)
+def write_shard_here(path, model, documents, seed):
+    values = Values(seed + 1)
     lengths = [tokens for tokens, _ in documents]
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     total, planes, hidden = int(offsets[-1]), len(model["layer_ids"]) + 1, model["hidden"]
     masks = [np.ones(tokens, np.uint8) if mask is None else mask for tokens, mask in documents]
-    ids = torch.randint(3, model["vocab"] - 1, (total,), generator=generator, device=DEVICE,
-                        dtype=torch.int32)
+    ids = values.integers(3, model["vocab"] - 1, total)
     with h5py.File(path, "w", alignment_threshold=4096, alignment_interval=4096) as file:
         file.attrs.update({"format": "dtrain-features", "format_version": 1,
                            "target_model": "made up", "hidden_size": hidden,
@@ -85,12 +113,12 @@ def write_shard(path, model, documents, seed=0):
                            "last_hidden": "pre_norm"})
         file["doc_offsets"] = offsets
         file["doc_id"] = np.arange(1, len(documents) + 1, dtype=np.uint64)
-        file["input_ids"] = ids.cpu().numpy()
+        file["input_ids"] = ids
         file["loss_mask"] = np.concatenate(masks)
         states = file.create_dataset("hidden_states", (total, planes, hidden), np.uint16)
         for begin in range(0, total, 4096):
             end = min(begin + 4096, total)
-            states[begin:end] = random_bits(generator, (end - begin, planes, hidden), 1.0)
+            states[begin:end] = values.bits((end - begin, planes, hidden), 1.0)
 
 
 def even_documents(tokens, rows=2, per_row=4):
@@ -134,3 +162,8 @@ def wild_documents(tokens):
             mask[length - supervised:] = 1
         documents.append((length, mask))
     return documents
+
+
+if __name__ == "__main__":
+    name, *arguments = pickle.load(sys.stdin.buffer)
+    {"head": write_head_here, "shard": write_shard_here}[name](*arguments)
