@@ -227,6 +227,9 @@ static void kills_change_nothing(void **state)
     must_be_gone(run);
     assert_true(program_checkpoint(run_path(&fixture, "killed/%s", point_names[2])) >= 11);
     run_must_say(&fixture, "killed", "stopped: the same command goes on with the 2 points left\n");
+    const char *output = run_path(&fixture, "killed/%s/output.txt", point_names[2]);
+    assert_true(program_says(output, " steps: the sweep's command goes on\n"));
+    assert_false(program_says(output, "the same command"));
 
     assert_int_equal(sweep("killed", "--show", run_path(&fixture, "killed"), NULL), 0);
     run_must_say(&fixture, "killed", "killed: not running");

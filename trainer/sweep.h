@@ -128,6 +128,9 @@ void sweep_release(struct sweep *sweep);
 
 // Whether FOLDER/sweep.json is there.
 bool sweep_state_exists(const char *folder);
+#define SWEEP_POINT_FILE "point.yaml" // in a point's folder: the config of its run
+// Whether that is a point's config: a file of this name, with sweep.json in the folder above its own.
+bool sweep_is_point(const char *config);
 // Fills a zeroed sweep with what FOLDER/sweep.json says: grid, points, states.
 int sweep_state_read(struct sweep *sweep, const char *folder, struct error *err);
 int sweep_state_write(const struct sweep *sweep, struct error *err);

@@ -81,7 +81,8 @@ static size_t add_measuring(const char **words, const char *set_dir)
 
 static void start_process(struct sweep *sweep, struct sweep_point *point, int output)
 {
-    char *config = memory_format("%s/point.yaml", point->folder), *folder = sweep_run_folder(point);
+    char *config = memory_format("%s/%s", point->folder, SWEEP_POINT_FILE);
+    char *folder = sweep_run_folder(point);
     char *set_dir = memory_format("run.dir=%s", folder);
     const char *words[MOST_WORDS] = {"--config", config};
     if (point->measuring)

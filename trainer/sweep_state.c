@@ -208,7 +208,7 @@ int sweep_write_point(const struct sweep *sweep, size_t at, struct error *err)
 {
     const struct sweep_point *point = &sweep->points[at];
     struct config config;
-    char *path = memory_format("%s/point.yaml", point->folder);
+    char *path = memory_format("%s/%s", point->folder, SWEEP_POINT_FILE);
     config_init(&config);
     int result = files_make_folder(point->folder, err);
     if (result == 0)
@@ -230,6 +230,18 @@ int sweep_write_configs(const struct sweep *sweep, struct error *err)
         result = sweep_write_point(sweep, i, err);
     free(path);
     return result;
+}
+
+bool sweep_is_point(const char *config)
+{
+    const char *slash = strrchr(config, '/');
+    int folder = slash != NULL ? (int)(slash - config) + 1 : 0;
+    if (strcmp(config + folder, SWEEP_POINT_FILE) != 0)
+        return false;
+    char *above = memory_format("%.*s..", folder, config);
+    bool found = sweep_state_exists(above);
+    free(above);
+    return found;
 }
 
 // ---- reading -------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@
 #include "trainer/run.h"
 #include "trainer/run_end.h"
 #include "trainer/signals.h"
+#include "trainer/sweep.h"
 
 // Scores the validation rows. Sets *best when accept_len_walk is the best so far. 0, 1 stopped, -1.
 static int validate(struct run *run, bool *best, struct error *err)
@@ -141,9 +142,11 @@ static void tell_stop(const struct run *run)
 {
     const char *resume = run->options->resume;
     bool same = resume == NULL || strcmp(resume, "auto") == 0;
-    log_info("stopped after %lld of %lld steps: the same command%s goes on",
-             (long long)run->counters.step, (long long)run->steps.total,
-             same ? "" : " without --resume");
+    const char *command = sweep_is_point(run->options->config) ? "the sweep's command"
+                          : same                               ? "the same command"
+                                 : "the same command without --resume";
+    log_info("stopped after %lld of %lld steps: %s goes on", (long long)run->counters.step,
+             (long long)run->steps.total, command);
 }
 
 int command_train(const struct options *options)
