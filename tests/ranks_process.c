@@ -200,6 +200,16 @@ static void stopped(struct rank *r)
     go_on(r);
 }
 
+// Nobody waits for it any more but the launcher.
+static void stopped_at_end(struct rank *r)
+{
+    exchanges(r, 5);
+    ranks_close(r->ranks);
+    if (victim(r))
+        raise(SIGSTOP);
+    exit(0);
+}
+
 // The main thread waits for the device, not for the ranks: exchanges that are queued stand still.
 static void queue_and_sync(struct rank *r, int signal_number)
 {
@@ -332,6 +342,7 @@ int main(int argc, char **argv)
     } scenes[] = {{"exchange", exchange},
                   {"killed", killed},
                   {"stopped", stopped},
+                  {"stopped_at_end", stopped_at_end},
                   {"busy", busy},
                   {"ended", ended},
                   {"fails", fails},

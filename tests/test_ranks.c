@@ -151,6 +151,12 @@ static void a_stopped_rank_ends_all(void **state)
     must_end("stopped", "it is stopped, or its machine", SHORT);
 }
 
+static void a_rank_stopped_at_its_end_is_killed(void **state)
+{
+    (void)state;
+    must_end("stopped_at_end", "after its last exchange: it is stopped or stuck", SHORT);
+}
+
 static void a_rank_that_does_not_come_ends_all(void **state)
 {
     (void)state;
@@ -183,6 +189,7 @@ int main(void)
         cmocka_unit_test(a_killed_rank_ends_all),
         cmocka_unit_test(a_rank_that_exits_ends_all),
         cmocka_unit_test(a_stopped_rank_ends_all),
+        cmocka_unit_test(a_rank_stopped_at_its_end_is_killed),
         cmocka_unit_test(a_rank_that_does_not_come_ends_all),
         cmocka_unit_test(a_failure_is_told),
         cmocka_unit_test(a_common_failure_is_said_once),

@@ -11,12 +11,16 @@
 #include "base/rng.h"
 #include "configs/config.h"
 #include "trainer/commands.h"
+#include "trainer/end_guard.h"
 #include "trainer/rank_control.h"
 #include "trainer/rank_gpu.h"
 #include "trainer/rank_place.h"
 #include "trainer/ranks_internal.h"
 #include "trainer/signals.h"
 #include "version.h"
+
+static const double end_grace_seconds =
+    15.0; // by which the guard of the end is later than the timeout
 
 struct ranks {
     struct rank_place place;
@@ -184,12 +188,21 @@ int ranks_connect(struct ranks *ranks, const struct backend *backend, struct err
     return 0;
 }
 
+// Ranks that wait for one another here end by themselves after the timeout; this is for one that can not.
+static void guard_end(const struct ranks *ranks)
+{
+    char who[32];
+    snprintf(who, sizeof(who), "rank %d", ranks->place.rank);
+    end_guard_begin(ranks->timeout + end_grace_seconds, who);
+}
+
 void ranks_close(struct ranks *ranks)
 {
     if (ranks == NULL)
         return;
     if (ranks->engine != NULL && !ranks->failed) {
         ranks_barrier(ranks);
+        guard_end(ranks);
         control_enter(ranks->control);
         control_watch(ranks->control, NULL, NULL, NULL);
         ranks->engine->close(ranks->state);
