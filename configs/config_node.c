@@ -8,6 +8,7 @@
 #include <yaml.h>
 
 #include "base/memory.h"
+#include "configs/config_syntax.h"
 
 enum { MAX_DEPTH = 8 }; // a config needs 3: file, section, list
 
@@ -40,67 +41,6 @@ struct reader {
 #define READER_FAULT(r, line, ...)                                                                 \
     config_fault((r)->faults, (r)->config, line, NULL, NULL, __VA_ARGS__)
 
-// Start of a line, which are counted from 0.
-static const char *line_start(const char *text, size_t line)
-{
-    for (; line > 0 && text != NULL; line--) {
-        text = strchr(text, '\n');
-        text = text != NULL ? text + 1 : NULL;
-    }
-    return text;
-}
-
-// Whether what the scanner stopped at is a tab among the blanks that a line begins with.
-static bool is_tab(const struct reader *r)
-{
-    const yaml_mark_t *mark = &r->parser.problem_mark;
-    const char *line = line_start(r->text, mark->line);
-    return line != NULL && strspn(line, " \t") > mark->column && line[mark->column] == '\t';
-}
-
-// "epochs:10" where a key of one line was begun and no colon with a blank behind it came. 0: it is not that.
-static int colon_without_blank(const struct reader *r, const char **word)
-{
-    const yaml_parser_t *p = &r->parser;
-    if (p->problem == NULL || strcmp(p->problem, "could not find expected ':'") != 0)
-        return 0;
-    const char *line = line_start(r->text, p->context_mark.line);
-    if (line == NULL)
-        return 0;
-    *word = line + strspn(line, " ");
-    size_t name = 0;
-    while (isalnum((unsigned char)(*word)[name]) || (*word)[name] == '_')
-        name++;
-    bool joined = name > 0 && (*word)[name] == ':' && isgraph((unsigned char)(*word)[name + 1]);
-    return joined ? (int)strcspn(*word, " \t\r\n") : 0;
-}
-
-static int fault_syntax(struct reader *r)
-{
-    const yaml_parser_t *p = &r->parser;
-    const char *word = NULL;
-    int length = p->error == YAML_SCANNER_ERROR ? colon_without_blank(r, &word) : 0;
-    if (length > 0) {
-        READER_FAULT(r, (int)p->context_mark.line + 1,
-                     "not valid YAML: %.*s needs a space after the colon", length, word);
-        return -1;
-    }
-    if (p->error == YAML_SCANNER_ERROR && is_tab(r)) {
-        READER_FAULT(r, (int)p->problem_mark.line + 1,
-                     "not valid YAML: a tab at the start of a line; YAML indents by spaces");
-        return -1;
-    }
-    int line = (int)p->problem_mark.line + 1;
-    if (p->error == YAML_READER_ERROR) { // has an offset in bytes instead of a mark
-        line = 1;
-        for (size_t i = 0; i < p->problem_offset; i++)
-            line += r->text[i] == '\n';
-    }
-    READER_FAULT(r, line, "not valid YAML: %s%s%s", p->problem ? p->problem : "unknown problem",
-                 p->context ? ", " : "", p->context ? p->context : "");
-    return -1;
-}
-
 static int event_line(const struct reader *r)
 {
     return (int)r->event.start_mark.line + 1;
@@ -110,7 +50,9 @@ static int next_event(struct reader *r)
 {
     yaml_event_delete(&r->event);
     memset(&r->event, 0, sizeof(r->event));
-    return yaml_parser_parse(&r->parser, &r->event) ? 0 : fault_syntax(r);
+    return yaml_parser_parse(&r->parser, &r->event)
+               ? 0
+               : config_syntax_fault(&r->parser, r->text, r->config, r->faults);
 }
 
 // Anchors, aliases and tags have no use in a config and hide what is set where.

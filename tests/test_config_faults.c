@@ -210,8 +210,54 @@ static const struct fault_case cases[] = {
     {"syntax",
      BASE "data:\n  seq_len: 64\n train: x\n",
      NULL,
+     {"7: not valid YAML: this line is indented by 1, line 6 by 2; what belongs together begins in "
+      "one column (did not find expected key, while parsing a block mapping)"}},
+    {"indented less than a list",
+     BASE "data:\n  train:\n    - a\n\n    # b\n   - c\n",
+     NULL,
+     {"10: not valid YAML: this line is indented by 3, line 7 by 4; what belongs together begins "
+      "in "
+      "one column (did not find expected key, while parsing a block mapping)"}},
+    {"indented more than a key with a value",
+     BASE "data:\n  readers: 2\n\n   seq_len: 64\n",
+     NULL,
+     {"8: not valid YAML: this line is indented by 3, line 6 by 2; nothing can be below a key that "
+      "has a value (mapping values are not allowed in this context)"}},
+    {"a list among keys",
+     BASE "data:\n  readers: 2\n  - a\n",
+     NULL,
      {"7: not valid YAML: did not find expected key, while parsing a block mapping"}},
-    {"open bracket", BASE "data: {train: [a, b\n", NULL, {"6: not valid YAML: "}},
+    {"the first section is indented",
+     "# of a run\n\n run: {dir: r}\ntarget: {path: t}\n",
+     NULL,
+     {"4: not valid YAML: this line is indented by 0, line 3 by 1; sections begin in one column, "
+      "the "
+      "first (did not find expected <document start>)"}},
+    {"a key behind its section",
+     BASE "data: seq_len: 64\n",
+     NULL,
+     {"5: not valid YAML: a section's keys stand in lines of their own, and a value that holds a "
+      "colon with a space stands in quotes (mapping values are not allowed in this context)"}},
+    {"a colon in a value",
+     BASE "data:\n  manifest: a: b\n",
+     NULL,
+     {"6: not valid YAML: a section's keys stand in lines of their own, and a value that holds a "
+      "colon with a space stands in quotes (mapping values are not allowed in this context)"}},
+    {"open bracket",
+     BASE "data: {seq_len: 64,\n  train: [a, b\n",
+     NULL,
+     {"7: not valid YAML: the [ of line 6 is not closed, or a comma is missing (did not find "
+      "expected ',' or ']', while parsing a flow sequence)"}},
+    {"open brace",
+     BASE "data: {seq_len: 64\nlog: {every: 1}\n",
+     NULL,
+     {"6: not valid YAML: the { of line 5 is not closed, or a comma is missing (did not find "
+      "expected ',' or '}', while parsing a flow mapping)"}},
+    {"open quotes",
+     BASE "data:\n  manifest: \"a\n  seq_len: 64\n",
+     NULL,
+     {"8: not valid YAML: the quotes that line 6 opens are not closed (found unexpected end of "
+      "stream, while scanning a quoted scalar)"}},
     {"tab",
      BASE "data:\n\tseq_len: 64\n",
      NULL,
@@ -223,8 +269,8 @@ static const struct fault_case cases[] = {
     {"no token, and no tab",
      BASE "data:\n  seq_len: @64\n",
      NULL,
-     {"6: not valid YAML: found character that cannot start any token"
-      ", while scanning for the next token"}},
+     {"6: not valid YAML: a value that begins with @ stands in quotes (found character that cannot "
+      "start any token, while scanning for the next token)"}},
     {"no blank behind the colon",
      BASE "data:\n  readers: 2\n  seq_len:64\n  check_crc: true\n",
      NULL,
@@ -232,7 +278,8 @@ static const struct fault_case cases[] = {
     {"a word without a colon",
      BASE "data:\n  readers: 2\n  seq_len\n  check_crc: true\n",
      NULL,
-     {"8: not valid YAML: could not find expected ':', while scanning a simple key"}},
+     {"8: not valid YAML: line 7 needs a key, a colon and a space (could not find expected ':', "
+      "while scanning a simple key)"}},
     {"control character",
      BASE "data:\n  train: [\x01]\n",
      NULL,
