@@ -109,8 +109,8 @@ int manifest_write(const char *path, const char *const *shards, size_t count, st
     int result = open_all(&g, shards, count, &found);
     if (result == 0)
         result = gather(&g, &found);
-    if (result == 0)
-        result = write_gathered(path, &g, &found);
+    if (result == 0 && write_gathered(path, &g, &found) != 0)
+        result = 1;
     if (result != 0)
         *err = found;
     for (size_t i = 0; i < g.shard_count; i++)

@@ -8,7 +8,7 @@
 #include "base/error.h"
 
 // Writes the manifest of all documents of these shards, in their order. Shards that disagree, and
-// documents with the same id, are errors.
+// documents with the same id, are errors: -1. 1: the file could not be written.
 int manifest_write(const char *path, const char *const *shards, size_t count, struct error *err);
 
 #endif

@@ -160,11 +160,12 @@ static void no_shard_is_written_over(void **state)
     free(shard);
 }
 
-// What does not fit fails, and leaves nothing.
+// What does not fit fails, with the status of what was begun, and leaves nothing.
 static void what_does_not_fit_is_an_error(void **state)
 {
     (void)state;
     char *manifest = memory_strdup(run_path(&fixture, "small/manifest.h5"));
+    char *map = memory_strdup(run_path(&fixture, "small/map.safetensors"));
     struct rlimit limit;
     struct error err = {""};
     assert_int_equal(files_make_folder(run_path(&fixture, "small"), &err), 0);
@@ -176,12 +177,31 @@ static void what_does_not_fit_is_an_error(void **state)
         int status = run_command(&fixture, "out", false, "data", "manifest", "--out", manifest,
                                  run_path(&fixture, "train.h5"), NULL);
         assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
-        assert_int_equal(status, 2);
+        assert_int_equal(status, 1);
         run_must_say(&fixture, "out", "manifest.h5: can not be written: File too large");
         assert_int_equal(rmdir(run_path(&fixture, "small")), 0);
         assert_int_equal(files_make_folder(run_path(&fixture, "small"), &err), 0);
     }
+    struct program program = {.file_limit = 512};
+    const char *words[] = {"vocab", "--size", "32", "--out", map, run_path(&fixture, "train.h5"),
+                           NULL};
+    program_start(&program, run_path(&fixture, "out.out"), words);
+    assert_int_equal(program_wait(&program, 120.0), 1);
+    run_must_say(&fixture, "out", "--out: ");
+    assert_int_equal(rmdir(run_path(&fixture, "small")), 0);
+    free(map);
     free(manifest);
+}
+
+// Before the shards, of which verdicts are written.
+static void the_target_of_a_check_is_opened_first(void **state)
+{
+    (void)state;
+    assert_int_equal(run_command(&fixture, "out", false, "data", "check", "--target", "nowhere",
+                                 run_path(&fixture, "train.h5"), NULL),
+                     2);
+    run_must_say(&fixture, "out", "--target: nowhere/config.json");
+    assert_false(files_exists(run_path(&fixture, "train.h5.verdict.json")));
 }
 
 // With --raw's folder of links, too, which a checkpoint with a moving average needs.
@@ -238,6 +258,7 @@ int main(void)
         cmocka_unit_test(the_place_of_a_sweep_is_checked_first),
         cmocka_unit_test(no_shard_is_written_over),
         cmocka_unit_test(what_does_not_fit_is_an_error),
+        cmocka_unit_test(the_target_of_a_check_is_opened_first),
         cmocka_unit_test(a_failed_export_leaves_no_folder),
     };
     return cmocka_run_group_tests_name("run_outputs", tests, open_all, close_all);

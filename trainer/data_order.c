@@ -103,10 +103,13 @@ int command_data_manifest(const struct options *options)
 {
     struct error err = {0};
     const char *const *shards = (const char *const *)options->files;
-    if (files_check_replace(options->out, &err) != 0)
+    int result = files_check_replace(options->out, &err);
+    if (result != 0)
         error_prefix(&err, "--out");
-    else if (manifest_write(options->out, shards, (size_t)options->file_count, &err) == 0)
+    else
+        result = manifest_write(options->out, shards, (size_t)options->file_count, &err);
+    if (result == 0)
         return EXIT_DONE;
     log_error("%s", err.text);
-    return EXIT_REFUSED;
+    return result > 0 ? EXIT_FAILED : EXIT_REFUSED;
 }

@@ -4,6 +4,7 @@
 
 #include "base/log.h"
 #include "data/check.h"
+#include "data/target.h"
 #include "trainer/commands.h"
 #include "trainer/export.h"
 #include "trainer/teacher_check.h"
@@ -45,9 +46,23 @@ int command_export(const struct options *options)
     return EXIT_FAILED;
 }
 
+// Before the shards are read, which takes long.
+static int check_target(const char *path, struct error *err)
+{
+    struct target target;
+    if (target_open(&target, path, err) != 0)
+        return error_prefix(err, "--target");
+    target_close(&target);
+    return 0;
+}
+
 int command_data_check(const struct options *options)
 {
     struct error err = {0};
+    if (options->target != NULL && check_target(options->target, &err) != 0) {
+        log_error("%s", err.text);
+        return EXIT_REFUSED;
+    }
     struct check_summary summary = {0};
     const char *const *files = (const char *const *)options->files;
     size_t count = (size_t)options->file_count;

@@ -132,21 +132,26 @@ static bool holds_map(const char *path, const struct vocab_map *map,
 }
 
 // By way of a file beside it. A map that is there already stays: runs may depend on it. *there: it is the same.
+// -1: another one is there; 1: it can not be written.
 static int write_map(const struct vocab_map *map, const struct documents *documents,
                      const char *out, bool *there, struct error *err)
 {
     char *made = memory_format("%s.%ld", out, (long)getpid());
-    int result = vocab_map_write(map, documents, made, err);
-    if (result != 0)
+    int result = 0;
+    if (vocab_map_write(map, documents, made, err) != 0) {
         error_prefix(err, "--out");
+        result = 1;
+    }
     *there = result == 0 && holds_map(out, map, documents);
     if (result == 0 && !*there && files_exists(out))
         result = error_set(err,
                            "--out %s: exists already and is another map, which runs may use; "
                            "choose another name, or remove it",
                            out);
-    if (result == 0 && !*there && rename(made, out) != 0)
-        result = error_set(err, "--out %s: can not be written: %s", out, strerror(errno));
+    if (result == 0 && !*there && rename(made, out) != 0) {
+        error_set(err, "--out %s: can not be written: %s", out, strerror(errno));
+        result = 1;
+    }
     unlink(made);
     free(made);
     return result;
@@ -192,8 +197,9 @@ int command_vocab(const struct options *options)
                                           .size = options->size,
                                           .out = options->out,
                                           .target = options->target};
-    if (vocab_command(&request, stdout, &err) == 0)
+    int result = vocab_command(&request, stdout, &err);
+    if (result == 0)
         return EXIT_DONE;
     log_error("%s", err.text);
-    return EXIT_REFUSED;
+    return result > 0 ? EXIT_FAILED : EXIT_REFUSED;
 }

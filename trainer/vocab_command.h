@@ -16,8 +16,8 @@ struct vocab_request {
     const char *target; // directory whose head must have the shards' vocabulary; NULL: not compared
 };
 
-// Writes the map, unless it is there already (another one in its place is refused), then what it covers to `report`. Files are taken in the order of their names, as a run
-// takes them.
+// Writes the map, unless it is there already (another one in its place is refused), then what it covers to `report`.
+// Files are taken in the order of their names, as a run takes them. -1: refused; 1: the map could not be written.
 int vocab_command(const struct vocab_request *request, FILE *report, struct error *err);
 
 #endif
