@@ -8,9 +8,10 @@ of it). Needs what against_speculators.py needs, and drives the peer as that doe
 gradients clipped, AdamW, fused loss, flex attention, fixed shapes. Its decoder layer, norms and the making of its mask are
 compiled; --whole compiles its forward pass as it does itself, which torch before 2.12 can not trace. Both have
 one Llama layer of Qwen3-8B's sizes (--model), fc_norm and norm_output, a row of four documents with every token supervised,
-and score the same positions (loss.mask_index input, loss.out_of_vocab kept). dtrain runs each size twice, also with
-memory.mode low. Both measure acceptance over the draft vocabulary alone (loss.full_vocab_metrics false); --full-metrics lets
-dtrain measure it over the whole vocabulary, as it does unless it is told otherwise.
+and score the same positions (loss.mask_index input, loss.out_of_vocab kept). dtrain runs each size three times: as it is, its
+logits in fp32; with memory.logits bf16, which is what the package's are under autocast; with memory.mode low. Both measure
+acceptance over the draft vocabulary alone (loss.full_vocab_metrics false); --full-metrics lets dtrain measure it over the
+whole vocabulary, as it does unless it is told otherwise. Steps are timed for two seconds behind the first ones on both sides.
 """
 import argparse
 import json
@@ -30,11 +31,13 @@ import made_up
 import step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-RATE, WARM_UP, STEPS = 1e-5, 3, 5
+RATE, WARM_UP, LEAST_STEPS = 1e-5, 3, 5
+ENOUGH_SECONDS = 2.0  # of steps behind the first ones, as in bench_step: a GPU at its limit of power slows down in its first second
 FEATURES = 3
 SAME = ["loss.kl=1.0", "loss.mask_index=input", "loss.out_of_vocab=kept", "loss.full_vocab_metrics=false",
         "loss.normalize=count", "loss.ttt_decay_base=1.0", "drafter.fc_norm=true", "drafter.norm_output=true",
         "optimizer.grad_clip=1.0"]
+VARIANTS = {"dtrain": [], "bf16": ["memory.logits=bf16"], "low": ["memory.mode=low"]}
 LINE = re.compile(r": +([0-9.]+) ms,.*in use (-?[0-9.]+) more than before; loss ([0-9.]+)")
 
 
@@ -142,13 +145,13 @@ def run_peer(model, draft_vocab, tokens, steps, arguments):
         peer = Peer(model, draft_vocab, tokens, arguments.backend, arguments.whole)
         if DEVICE == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        for number in range(WARM_UP + STEPS):
+        while len(seconds) < WARM_UP + LEAST_STEPS or sum(seconds[WARM_UP:]) < ENOUGH_SECONDS:
             synchronize()
             begin = time.perf_counter()
             loss, metrics = peer.step(steps)
             synchronize()
             seconds.append(time.perf_counter() - begin)
-            if number == 0:
+            if len(seconds) == 1:
                 result["loss"] = float(loss.detach()) / steps
                 result["scored"] = sum(float(metrics[f"full_acc_{i}_total"]) for i in range(steps))
         result["milliseconds"] = 1e3 * statistics.median(seconds[WARM_UP:])
@@ -169,9 +172,9 @@ def run_peer(model, draft_vocab, tokens, steps, arguments):
 # ---- dtrain ------------------------------------------------------------------------------------------
 
 
-def run_ours(arguments, draft_vocab, tokens, steps, low):
+def run_ours(arguments, draft_vocab, tokens, steps, variant):
     device = "cuda" if DEVICE == "cuda" else "cpu"
-    sets = [*SAME, f"data.seq_len={tokens}", f"drafter.ttt_steps={steps}"] + (["memory.mode=low"] if low else [])
+    sets = [*SAME, f"data.seq_len={tokens}", f"drafter.ttt_steps={steps}", *VARIANTS[variant]]
     if arguments.full_metrics:
         sets.append("loss.full_vocab_metrics=true")
     command = [arguments.bench, device, arguments.bench_model, "all", *sets]
@@ -196,14 +199,14 @@ def number(result, key, form):
     return form.format(result[key]) if result.get(key) is not None else "-"
 
 
-def row_of(size, peer, ours, low):
+def row_of(size, peer, ours):
     cells = [f"{size:>16}"]
-    for result in (peer, ours, low):
+    for result in (peer, *ours.values()):
         cells.append(f"{number(result, 'milliseconds', '{:9.1f}'):>9} ms {number(result, 'used_gib', '{:6.1f}'):>6} GiB")
-    for result in (ours, low):
+    for result in ours.values():
         both = "milliseconds" in peer and "milliseconds" in result
-        cells.append(f"{result['milliseconds'] / peer['milliseconds']:6.3f}" if both else "     -")
-    failed = [f"{who}: {r['failed']}" for who, r in (("peer", peer), ("dtrain", ours), ("low", low)) if "failed" in r]
+        cells.append(f"{peer['milliseconds'] / result['milliseconds']:6.3f}" if both else "     -")
+    failed = [f"{who}: {r['failed']}" for who, r in (("peer", peer), *ours.items()) if "failed" in r]
     return " | ".join(cells + failed)
 
 
@@ -233,19 +236,19 @@ def main():
         arguments.bench = os.path.abspath(arguments.bench)
     model, results, begin = made_up.MODELS[arguments.model], [], time.perf_counter()
     say(f"torch {torch.__version__}, {arguments.model}, draft vocabulary {arguments.draft_vocab}")
-    table = [f"{'tokens x steps':>16} | {'speculators':>23} | {'dtrain':>23} | {'dtrain, low memory':>23} |  ratio |   low"]
+    table = [f"{'tokens x steps':>16} | {'speculators':>23} | {'dtrain':>23} | {'dtrain, bf16 logits':>23} | {'dtrain, low memory':>23} | faster |   bf16 |    low"]
     for word in arguments.sizes.split(","):
         tokens, steps, full = parse_size(word)
         if time.perf_counter() - begin > arguments.seconds:
             say(f"{word}: not run, {arguments.seconds:.0f} s are over")
             continue
         draft = 0 if full else min(arguments.draft_vocab, model["vocab"])
-        ours = low = dict(failed="not asked for") if not arguments.bench else None
+        ours = {variant: dict(failed="not asked for") for variant in VARIANTS}
         if arguments.bench:  # before the peer, whose process keeps its context on the GPU
-            ours, low = (run_ours(arguments, draft, tokens, steps, mode) for mode in (False, True))
+            ours = {variant: run_ours(arguments, draft, tokens, steps, variant) for variant in VARIANTS}
         peer = run_peer(model, draft or model["vocab"], tokens, steps, arguments)
-        results.append(dict(size=word, speculators=peer, dtrain=ours, low=low))
-        table.append(row_of(word, peer, ours, low))
+        results.append(dict(size=word, speculators=peer, **ours))
+        table.append(row_of(word, peer, ours))
         say(table[-1])
         say(f"    peer's first step (compilation) {number(peer, 'first_step', '{:.1f}')} s, slots {number(peer, 'scored', '{:.0f}')}")
         if arguments.json:
