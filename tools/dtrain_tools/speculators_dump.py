@@ -33,9 +33,8 @@ INTEGERS = ("I64", "I32")
 def _mapped(path, names=None):
     try:
         return read_tensors(path, names)
-    except (ValueError, KeyError) as error:
-        text = str(error)
-        refuse(path, text.removeprefix(f"{path}: ") if isinstance(error, ValueError) else f"unknown type {text}", error)
+    except ValueError as error:
+        refuse(path, str(error).removeprefix(f"{path}: "), error)
     except OSError as error:
         refuse(path, error.strerror, error)
 
@@ -85,9 +84,15 @@ def _check_scales(path, scales, dtype, tokens):
         refuse(path, f"{SCALES}: {scales['dtype']} {scales['shape']}; expected F32 [{tokens}, 1, 1]")
 
 
+def _mapped_states(path):
+    """States and scales of a file whose header was checked; what else it holds is nobody's concern."""
+    scaled = read_header(path)[0]["hidden_states"]["dtype"] == "F8_E4M3"
+    return _mapped(path, ["hidden_states", SCALES] if scaled else ["hidden_states"])
+
+
 def read_states(path, limit=None):
     """-> uint16 bf16 bits [S, P, H], of the first `limit` tokens; refuses values that no model computes."""
-    tensors = _mapped(path)
+    tensors = _mapped_states(path)
     dtype, states = tensors["hidden_states"]
     states = states[:limit]
     bits = states if dtype == "BF16" else _to_bf16(dtype, states, tensors.get(SCALES))
@@ -103,7 +108,7 @@ def read(document, limit=None):
 def read_float8(document, has_last):
     """The same as Float8 where the file has codes: those of the layers as they are, the last hidden state as bf16."""
     ids, bits = read(document)
-    tensors = _mapped(document.path)
+    tensors = _mapped_states(document.path)
     dtype, codes = tensors["hidden_states"]
     if dtype != "F8_E4M3":
         return ids, bits
@@ -168,8 +173,9 @@ class Rows:
     @staticmethod
     def _lists(path, batch, name, first):
         """The lists of a column, one after the other; first: the number of the batch's first row."""
-        if name not in batch.schema.names:
-            refuse(path, f"no column {name}; it has {', '.join(batch.schema.names)}")
+        if batch.schema.names.count(name) != 1:
+            refuse(path, f"{'several columns' if name in batch.schema.names else 'no column'} {name}; it has "
+                         f"{', '.join(batch.schema.names)}")
         column = batch.column(name)
         for row in range(len(column)):
             values = getattr(column[row], "values", column)

@@ -22,17 +22,21 @@ def read_header(path):
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, HEADER_MOST):
             raise ValueError(f"{path}: not a safetensors file, or cut short")
-        header = json.loads(file.read(length))
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not a safetensors file: its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise ValueError(f"{path}: not a safetensors file")
     metadata = header.pop("__metadata__", {})
     for name, entry in header.items():
-        _check_entry(path, name, entry)
+        _check_entry(path, name, entry, size - 8 - length)
     return header, 8 + length, metadata
 
 
-def _check_entry(path, name, entry):
-    """A tensor's shape, type and range of bytes say the same."""
+def _check_entry(path, name, entry, data_bytes):
+    """A tensor's shape, type and range of bytes say the same, and the bytes are there."""
     numbers = [*entry.get("shape", ["none"]), *entry.get("data_offsets", ["none"])] if isinstance(entry, dict) else [-1]
     if not all(type(number) is int and number >= 0 for number in numbers) or len(entry["data_offsets"]) != 2:
         raise ValueError(f"{path}: tensor {name}: not described as safetensors are")
@@ -40,6 +44,8 @@ def _check_entry(path, name, entry):
     kind = DTYPES.get(str(entry.get("dtype")))
     if kind and end - begin != math.prod(entry["shape"]) * np.dtype(kind).itemsize:
         raise ValueError(f"{path}: tensor {name}: {end - begin} bytes are not {entry['dtype']} {entry['shape']}")
+    if end > data_bytes:
+        raise ValueError(f"{path}: tensor {name} ends after the file")
 
 
 def read_tensors(path, names=None):
@@ -52,8 +58,8 @@ def read_tensors(path, names=None):
             raise ValueError(f"{path}: has no tensor {name}")
         entry = header[name]
         begin, end = (start + at for at in entry["data_offsets"])
-        if end > len(data):
-            raise ValueError(f"{path}: tensor {name} ends after the file")
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{path}: tensor {name}: type {entry['dtype']}; understood are {', '.join(DTYPES)}")
         array = data[begin:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
         tensors[name] = (entry["dtype"], array)
     return tensors

@@ -43,11 +43,21 @@ def _load_plain(path, name):
     if not isinstance(data, dict):
         refuse(name, f"holds a {type(data).__name__}; expected a dict of tensors")
     for key, value in data.items():
-        if isinstance(value, torch.Tensor) and (
-                value.layout != torch.strided or
-                value.numel() * value.element_size() > value.untyped_storage().nbytes()):
-            refuse(name, f"{key}: shape {list(value.shape)} is of more values than the file holds")
+        if isinstance(value, torch.Tensor):
+            _refuse_unreadable(name, key, value)
     return data
+
+
+def _refuse_unreadable(name, key, tensor):
+    """weights_only lets tensors through that have no values in the file, or not one after the other."""
+    import torch
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        refuse(name, f"{key}: a tensor of layout {kind}; expected a plain one")
+    if tensor.is_meta:
+        refuse(name, f"{key}: a tensor without values (of torch's device meta)")
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        refuse(name, f"{key}: shape {list(tensor.shape)} is of more values than the file holds")
 
 
 def load_torch_file(path, largest):

@@ -356,6 +356,17 @@ class Refusals(Case):
                                                          hidden_states_scales=("F32", scales[:-1])),
                           "hidden_states_scales: F32")
 
+    @needs_dtrain
+    def test_other_tensors_of_the_file_are_left_aside(self):
+        self.dump(lambda tensors: tensors.update(extra=("I8", np.zeros(3, dtype=np.int8))))
+        path = self.state_file("cmpl-1-0")
+        with open(path, "rb") as file:
+            content = file.read()
+        with open(path, "wb") as file:
+            file.write(content.replace(b'"dtype":"I8"', b'"dtype":"Q8"'))
+        self.imported()
+        self.assert_shard("train-00000.h5", [text.states for text in self.texts])
+
     def test_truncated_file(self):
         self.dump()
         with open(self.state_file("cmpl-1-0"), "r+b") as file:
@@ -531,6 +542,18 @@ class Arrow(Case):
             datasets.Dataset.from_dict({"input_ids": ids, "loss_mask": [[1], [1]]}).save_to_disk(data)
             self.refused("column input_ids: ", data=data)
             self.refused(text, data=data)
+
+    def test_a_column_twice(self):
+        import pyarrow
+        self.dump(name="hs_{}")
+        data = self.arrow()
+        path = os.path.join(data, "data-00000-of-00002.arrow")
+        with open(path, "rb") as file:
+            table = pyarrow.ipc.open_stream(file.read()).read_all()
+        table = table.append_column("input_ids", table["loss_mask"])
+        with open(path, "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+        self.refused(f"{path}: several columns input_ids", data=data)
 
     def test_no_mask(self):
         self.dump(name="hs_{}")

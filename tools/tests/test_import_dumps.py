@@ -293,6 +293,18 @@ class Modelopt(DumpCase):
         self.refused(f"{self.path(1)}: input_ids: shape [1099511627776] is of more values than the file holds",
                      "--last-hidden", "post_norm")
 
+    def test_tensors_without_values_of_their_own(self):
+        length = len(self.texts[1].ids)
+        for name, tensor, text in (
+                ("input_ids", torch.empty(length, dtype=torch.long, device="meta"), "without values"),
+                ("loss_mask", torch.empty(length, dtype=torch.long, device="meta"), "without values"),
+                ("aux_hidden_states", torch.empty(1 << 40, 8, device="meta"), "without values"),
+                ("aux_hidden_states", torch.ones(length, 3).to_sparse(), "of layout sparse_coo"),
+                ("hidden_states", torch.nested.nested_tensor([torch.ones(length, 2)]), "of layout nested")):
+            with self.subTest(name=name, text=text):
+                self.write(change=lambda data, name=name, tensor=tensor: data.update({name: tensor}))
+                self.refused(f"{self.path(1)}: {name}: a tensor {text}", "--last-hidden", "post_norm")
+
     def rewrite(self, change):
         """Copies the second document's archive; change(name, bytes, to) writes a member."""
         path = self.path(1)
@@ -362,17 +374,22 @@ class Tensors(unittest.TestCase):
                           {"dtype": "F32", "shape": [4, 4], "data_offsets": [-64, 0]},
                           {"dtype": "F32", "shape": [4, 4], "data_offsets": [64, 0]},
                           {"dtype": "F32", "shape": [4, 4]}, {"dtype": ["F32"], "shape": "x", "data_offsets": [0, 64]},
-                          {"dtype": "F32", "shape": [2**62, 16], "data_offsets": [0, 2**68]}, "x"):
+                          {"dtype": "F32", "shape": [2**62, 16], "data_offsets": [0, 2**68]},
+                          {"dtype": "U16", "shape": [32], "data_offsets": [0, 64]}, "x"):
                 text = json.dumps({"x": entry}).encode()
                 with open(path, "wb") as file:
                     file.write(len(text).to_bytes(8, "little") + text + body)
                 with self.assertRaises(ValueError, msg=str(entry)):
                     tensor_file.read_tensors(path)
-            for text in (b"[1]", b"{", b"\xff\xfe"):
+            for text in (b"[1]", b"{", b"\xff\xfe", b"[" * 100000):
                 with open(path, "wb") as file:
                     file.write(len(text).to_bytes(8, "little") + text + body)
-                with self.assertRaises(ValueError):
+                with self.assertRaisesRegex(ValueError, "not a safetensors file"):
                     tensor_file.read_tensors(path)
+            with open(path, "wb") as file:
+                file.write(good[:-1])
+            with self.assertRaisesRegex(ValueError, "tensor x ends after the file"):
+                tensor_file.read_header(path)
 
 
 class Masks(unittest.TestCase):
