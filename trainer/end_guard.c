@@ -19,8 +19,9 @@ __attribute__((noreturn)) static void guard(int ended, int milliseconds, pid_t g
     struct pollfd end = {.fd = STDIN_FILENO, .events = POLLIN};
     // A file that stays open here, a launcher's pipe or a rank's connection, would keep others waiting. Standard error
     // is for the line; it closes with this process, right after the other one.
-    if (dup2(ended, STDIN_FILENO) < 0 || close_range(STDERR_FILENO + 1, ~0U, 0) != 0)
+    if (dup2(ended, STDIN_FILENO) < 0)
         _exit(0);
+    closefrom(STDERR_FILENO + 1); // also under kernels before 5.9, which have no close_range
     close(STDOUT_FILENO);
     // Signals are held back, so that the wait is one.
     if (poll(&end, 1, milliseconds) == 0 && getppid() == guarded) {
