@@ -154,7 +154,7 @@ static void a_stopped_rank_ends_all(void **state)
 static void a_rank_stopped_at_its_end_is_killed(void **state)
 {
     (void)state;
-    must_end("stopped_at_end", "after its last exchange: it is stopped or stuck", SHORT);
+    must_end("stopped_at_end", "has not ended 25 s after its last exchange: it is stopped", SHORT);
 }
 
 static void a_rank_that_does_not_come_ends_all(void **state)

@@ -19,8 +19,9 @@
 #include "trainer/signals.h"
 #include "version.h"
 
-static const double end_grace_seconds =
-    15.0; // by which the guard of the end is later than the timeout
+// By which the guard of the end is later than the timeout: after that long in MPI's or NCCL's end rank 0 still waits 10
+// seconds for the others to leave.
+static const double end_grace_seconds = 15.0;
 
 struct ranks {
     struct rank_place place;

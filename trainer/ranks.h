@@ -26,7 +26,7 @@ struct ranks;
 int ranks_open(struct ranks **ranks, const struct config *config, struct error *err);
 // Leaves in good order; every rank calls it, and waits there for the others. After ranks_fail it only frees. The last
 // thing but its own memory that a process of several ranks sees to: it is killed where it lives for more than
-// parallel.timeout and 10 seconds from here on.
+// parallel.timeout and 15 seconds from here on.
 void ranks_close(struct ranks *ranks);
 int ranks_rank(const struct ranks *ranks);
 int ranks_size(const struct ranks *ranks);
