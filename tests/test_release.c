@@ -396,6 +396,8 @@ static void what_dtrain_does_not_have_is_refused_by_name(void **state)
         {"zlab", "dflash_config", "use_swa", "true"},
         {"zlab", "dflash_config", "causal", "true"},
         {"zlab", "dflash_config", "mask_token_id", "null"},
+        {"zlab", "dflash_config", "block_size", "4"},
+        {"zlab", "dflash_config", "num_target_layers", "9"},
         {"speculators", NULL, "draft_vocab_size", "32"},
         {"speculators", NULL, "target_hidden_size", "16"},
         {"speculators", "transformer_layer_config", "vocab_size", "32"},
@@ -452,6 +454,19 @@ static void defaults_and_other_spellings_are_understood(void **state)
     free(from);
     must_hold_the_same_model(run_checkpoint(&fixture, "run", 4),
                              run_checkpoint(&fixture, "fp32", 1));
+}
+
+static void what_dflash_config_states_has_precedence(void **state)
+{
+    (void)state;
+    static const char *const names[][2] = {{"block_size", "8"}, {"num_target_layers", "8"}};
+    train_and_export((const char *const[]){"zlab", NULL});
+    const char *directory = init_from("zlab");
+    for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++) {
+        model_config_edit(directory, "dflash_config", names[i][0], names[i][1]);
+        model_config_edit(directory, NULL, names[i][0], i == 0 ? NULL : "9");
+    }
+    assert_int_equal(start_from(directory, "run.seed=7", NULL), 0);
 }
 
 static void tensors_must_fit_and_names_allow(void **state)
@@ -565,6 +580,7 @@ int main(void)
         TEST(another_drafter_is_refused_by_name),
         TEST(what_dtrain_does_not_have_is_refused_by_name),
         TEST(defaults_and_other_spellings_are_understood),
+        TEST(what_dflash_config_states_has_precedence),
         TEST(tensors_must_fit_and_names_allow),
         TEST(weights_must_be_finite),
         TEST(fields_are_allowed_by_name),

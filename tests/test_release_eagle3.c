@@ -258,6 +258,8 @@ static void another_drafter_is_refused_by_name(void **state)
         {EXPORT_SPECFORGE, NULL, "architectures", "[\"LlamaForCausalLMEagle\"]"},
         {EXPORT_SPECFORGE, "eagle_config", "eagle_aux_hidden_state_layer_ids", "[2, 4, 6]"},
         {EXPORT_SPECFORGE, "eagle_config", "eagle_aux_hidden_state_layer_ids", NULL},
+        {EXPORT_SPECFORGE, NULL, "eagle_aux_hidden_state_layer_ids", "[1, 3, 5]"},
+        {EXPORT_SPECFORGE, "eagle_config", "norm_before_fc", "true"},
         {EXPORT_SPECFORGE, "eagle_config", "use_aux_hidden_state", "false"},
         {EXPORT_SPECFORGE, "eagle_config", "parallel_heads", "4"},
         {EXPORT_SPECULATORS, NULL, "eagle_aux_hidden_state_layer_ids", "[1, 3, 5]"},
@@ -304,6 +306,31 @@ static void what_is_not_stated_has_the_readers_defaults(void **state)
     must_not_start_with(out, "config.json: num_key_value_heads: ", NULL);
 }
 
+// Servers read these switches from eagle_config first, or under an older name, and vLLM captured layers at the top.
+static void other_places_of_fields_are_read(void **state)
+{
+    (void)state;
+    static const char ids[] = "eagle_aux_hidden_state_layer_ids";
+    eagle3_fixture_resolve(&at, eagle3_qwen3, VD);
+    eagle3_fixture_write_checkpoint(&at);
+    model_config_edit(at.checkpoint, NULL, "norm_before_fc", NULL);
+    must_not_start_with(at.checkpoint, "config.json: norm_before_fc: ", NULL);
+    model_config_edit(at.checkpoint, "eagle_config", "norm_before_fc", "true");
+    must_start_with(at.checkpoint);
+    model_config_edit(at.checkpoint, NULL, ids, "[2, 4, 6]");
+    must_start_with(at.checkpoint);
+    model_config_edit(at.checkpoint, "eagle_config", ids, NULL);
+    must_start_with(at.checkpoint);
+    eagle3_fixture_resolve(&at, eagle3_llama, VD);
+    eagle3_fixture_write_checkpoint(&at);
+    model_config_edit(at.checkpoint, NULL, "fc_norm", NULL);
+    model_config_edit(at.checkpoint, NULL, "use_aux_norm", "true");
+    must_start_with(at.checkpoint);
+    eagle3_fixture_resolve(&at, eagle3_llama_trainable, VD);
+    must_not_start_with(at.checkpoint,
+                        "config.json: use_aux_norm: true, but drafter.fc_norm is false", NULL);
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, open_test, close_test)
 
 int main(void)
@@ -314,6 +341,7 @@ int main(void)
         TEST(copies_and_maps_must_be_those_of_the_run),
         TEST(another_drafter_is_refused_by_name),
         TEST(what_is_not_stated_has_the_readers_defaults),
+        TEST(other_places_of_fields_are_read),
     };
     return cmocka_run_group_tests_name("release_eagle3", tests, NULL, NULL);
 }

@@ -253,7 +253,13 @@ static void check_markov(struct release_check *check, const cJSON *root)
                        "dtrain has no confidence head");
 }
 
-// `standard`: of block_size.
+// What dflash_config states has precedence over what is stated beside it, as servers have it.
+static const cJSON *stating(const cJSON *dflash, const cJSON *root, const char *name)
+{
+    return release_get(dflash, name) != NULL ? dflash : root;
+}
+
+// `standard`: of block_size. `mask`: the object that states the mask token.
 static void check_block(struct release_check *check, const cJSON *root, const cJSON *mask,
                         double standard)
 {
@@ -261,7 +267,7 @@ static void check_block(struct release_check *check, const cJSON *root, const cJ
     const struct release_number numbers[] = {
         {"block_size", "drafter.block_size", standard, (double)s->block_size},
         {"mask_token_id", "drafter.mask_token_id", NAN, (double)s->mask_token_id}};
-    release_check_number(check, root, &numbers[0]);
+    release_check_number(check, stating(mask, root, "block_size"), &numbers[0]);
     release_check_number(check, mask, &numbers[1]);
     release_check_flag(check, root, "sample_from_anchor", is_dspark(root), s->predict_from_anchor,
                        "drafter.predict_from_anchor is not");
@@ -290,7 +296,7 @@ static void check_dflash_members(struct release_check *check, const cJSON *dflas
     cJSON_ArrayForEach(item, dflash)
     {
         static const char *const known[] = {"mask_token_id", "target_layer_ids", "mask_token",
-                                            "block_size"};
+                                            "block_size", "num_target_layers"};
         bool idle = cJSON_IsNull(item) || cJSON_IsFalse(item);
         if (strcmp(item->string, "causal") == 0)
             idle = cJSON_IsNull(item) ||
@@ -310,9 +316,8 @@ static void check_zlab(struct release_check *check, const cJSON *root)
     check_window_origin(check, root, "query");
     check_dflash_members(check, dflash);
     double layers = (double)check->wanted->sizes->target_layers;
-    release_check_number(
-        check, root,
-        &(struct release_number){"num_target_layers", "the target's depth", layers, layers});
+    const struct release_number depth = {"num_target_layers", "the target's depth", layers, layers};
+    release_check_number(check, stating(dflash, root, depth.name), &depth);
 }
 
 // Layer numbers of speculators count what enters a layer: dtrain's + 1.

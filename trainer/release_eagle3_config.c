@@ -2,6 +2,7 @@
 // stated have the defaults of the classes that read the file: Transformers' Llama and Qwen3 configurations,
 // speculators' EAGLE-3 one, and SGLang's own.
 #include <math.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "trainer/release_internal.h"
@@ -44,20 +45,29 @@ static void check_widths(struct release_check *check, const cJSON *layers)
                          &(struct release_number){"logit_scale", "the factor on logits", 1, 1});
 }
 
-static void check_switches(struct release_check *check, const cJSON *object)
+// eagle_config has precedence where it states norm_before_fc; use_aux_norm is fc_norm's name in older files.
+static void check_switches(struct release_check *check, const cJSON *root, const cJSON *eagle)
 {
     const struct drafter_sizes *s = check->wanted->sizes;
+    bool nested = release_get(eagle, "norm_before_fc") != NULL;
+    bool older = cJSON_IsTrue(release_get(root, "use_aux_norm"));
     const struct {
-        const char *name;
+        const cJSON *object;
+        const char *name, *key;
         bool wanted;
-    } switches[] = {{"norm_before_residual", s->norm_before_residual},
-                    {"norm_before_fc", s->norm_before_fc},
-                    {"fc_norm", s->fc_norm},
-                    {"norm_output", s->norm_output}};
-    for (size_t i = 0; i < sizeof(switches) / sizeof(*switches); i++)
-        release_check_flag(check, object, switches[i].name, false, switches[i].wanted,
-                           switches[i].wanted ? "the drafter's key of that name is true"
-                                              : "the drafter's key of that name is false");
+    } switches[] = {
+        {root, "norm_before_residual", "norm_before_residual", s->norm_before_residual},
+        {nested ? eagle : root, "norm_before_fc", "norm_before_fc", s->norm_before_fc},
+        {root, older ? "use_aux_norm" : "fc_norm", "fc_norm", s->fc_norm},
+        {root, "norm_output", "norm_output", s->norm_output},
+    };
+    for (size_t i = 0; i < sizeof(switches) / sizeof(*switches); i++) {
+        char meaning[64];
+        snprintf(meaning, sizeof(meaning), "drafter.%s is %s", switches[i].key,
+                 switches[i].wanted ? "true" : "false");
+        release_check_flag(check, switches[i].object, switches[i].name, false, switches[i].wanted,
+                           meaning);
+    }
 }
 
 // What servers take where no layers are stated, in dtrain's numbering: outputs of 1, n/2 - 1, n - 4.
@@ -68,12 +78,19 @@ static bool are_usual_layers(const struct drafter_sizes *s)
            s->target_layer_ids[2] == s->target_layers - 4;
 }
 
-static void check_layer_ids(struct release_check *check, const cJSON *object, int64_t shift)
+// `eagle`: the eagle_config of SpecForge's layout, NULL in speculators'. What stands at the top counts as vLLM does,
+// which prefers it.
+static void check_layer_ids(struct release_check *check, const cJSON *root, const cJSON *eagle,
+                            bool nested)
 {
     static const char name[] = "eagle_aux_hidden_state_layer_ids";
-    if (release_get(object, name) == NULL && are_usual_layers(check->wanted->sizes))
-        return;
-    release_check_layer_ids(check, object, name, shift);
+    bool top = release_get(root, name) != NULL, inner = release_get(eagle, name) != NULL;
+    if (top)
+        release_check_layer_ids(check, root, name, 1);
+    if (inner)
+        release_check_layer_ids(check, eagle, name, 0);
+    if (!top && !inner && !are_usual_layers(check->wanted->sizes))
+        release_check_layer_ids(check, nested ? root : eagle, name, nested ? 1 : 0);
 }
 
 // Whatever else eagle_config holds changes the drafter in a way that dtrain does not have.
@@ -92,10 +109,6 @@ static void check_eagle_members(struct release_check *check, const cJSON *eagle)
     }
     release_check_flag(check, eagle, "use_aux_hidden_state", true, true,
                        "dtrain's drafters take the features of several layers");
-    if (release_get(eagle, "norm_before_fc") != NULL)
-        release_check_flag(check, eagle, "norm_before_fc", false,
-                           check->wanted->sizes->norm_before_fc,
-                           "drafter.norm_before_fc is the other");
 }
 
 // `vocab`: Vd where draft_vocab_size is not stated.
@@ -122,8 +135,8 @@ void release_check_eagle3_config(struct release_check *check, const cJSON *root,
     check_widths(check, layers);
     release_check_rope(check, layers, s->head_norms ? 32768 : 2048);
     release_check_layer_types(check, layers);
-    check_switches(check, root);
-    check_layer_ids(check, nested ? root : eagle, nested ? 1 : 0);
+    check_switches(check, root, eagle);
+    check_layer_ids(check, root, nested ? NULL : eagle, nested);
     check_eagle_members(check, eagle);
     check_vocabulary(check, root, nested ? 32000 : (double)s->vocab);
     if (s->features != 3 && !nested && release_get(root, "num_aux_hidden_states") != NULL)
