@@ -45,6 +45,8 @@ static void become_program(const struct program *program, char *const *words)
     }
     if (program->early_signal != 0) {
         sigset_t held;
+        signal(program->early_signal,
+               SIG_DFL); // a shell ignores some for what it runs beside itself
         sigemptyset(&held);
         sigaddset(&held, program->early_signal);
         if (sigprocmask(SIG_BLOCK, &held, NULL) != 0 || raise(program->early_signal) != 0)
