@@ -300,6 +300,13 @@ static void what_sglang_does_not_run_is_refused_by_name(void **state)
                                       "drafter.sliding_window=12", NULL},
                 EXPORT_SPECFORGE, "drafter.layer_types: SGLang does not read windows",
                 "layer_types");
+    static const enum export_format formats[] = {EXPORT_SPECFORGE, EXPORT_SPECULATORS};
+    for (int f = 0; f < 2; f++)
+        must_refuse((const char *const[]){"drafter.style=llama", "drafter.layers=1",
+                                          "drafter.num_attention_heads=3",
+                                          "drafter.num_key_value_heads=1", NULL},
+                    formats[f], "drafter.num_attention_heads: hidden_size is not a multiple",
+                    "num_attention_heads");
     must_refuse(eagle3_llama, EXPORT_ZLAB,
                 "not exported: drafter.kind: the z-lab layout is one of DFlash drafters", NULL);
     struct error err = {""};

@@ -27,7 +27,7 @@ const struct option_row option_rows[] = {
      .value_at = FIELD(allow_unservable),
      .value = "NAMES",
      .choices = "sliding_window_non_causal\0window_origin\0layer_types\0style\0"
-                "norm_before_residual\0norm_before_fc\0"},
+                "norm_before_residual\0norm_before_fc\0num_attention_heads\0"},
     {.name = "blocks",
      .kind = OPTION_TEXT,
      .value_at = FIELD(blocks),

@@ -82,21 +82,26 @@ static double factor_of(const struct json_file *file, const char *name)
     return cJSON_IsNumber(item) ? item->valuedouble : 1.0;
 }
 
-// The target's vocabulary, from the checkpoint's own export, which states a target's factors where EAGLE-3
-// would need them.
-static int read_vocabulary(struct source *source, struct error *err)
+// Sizes that come from the target where config.yaml does not have them, from the checkpoint's own export, which
+// states a target's factors where EAGLE-3 would need them.
+static int read_sizes(struct source *source, struct error *err)
 {
+    struct drafter_sizes *sizes = &source->sizes;
     struct json_file file;
     char *path = memory_format("%s/config.json", source->request->checkpoint);
     int result = json_open(&file, path, err);
     free(path);
     if (result != 0)
         return -1;
-    result = json_get_int(&file, "vocab_size", &source->sizes.vocab, err);
-    if (result == 0 && source->sizes.kind == DRAFTER_EAGLE3)
-        result =
-            refuse_scales(&source->sizes, source->config.target.path,
-                          factor_of(&file, "embed_scale"), factor_of(&file, "logit_scale"), err);
+    if (json_get_int(&file, "vocab_size", &sizes->vocab, err) != 0 ||
+        json_get_int(&file, "hidden_size", &sizes->hidden, err) != 0 ||
+        json_get_int(&file, "num_attention_heads", &sizes->heads, err) != 0)
+        result = -1;
+    if (result == 0 && sizes->heads < 1)
+        result = error_set(err, "%s: num_attention_heads: 0 or less", file.path);
+    if (result == 0 && sizes->kind == DRAFTER_EAGLE3)
+        result = refuse_scales(sizes, source->config.target.path, factor_of(&file, "embed_scale"),
+                               factor_of(&file, "logit_scale"), err);
     json_close(&file);
     return result;
 }
@@ -123,7 +128,7 @@ static int open_checkpoint(struct source *source, struct error *err)
     int result = config_load(&source->config, path, NULL, 0, err);
     if (result == 0) {
         served_sizes(source);
-        result = read_vocabulary(source, err);
+        result = read_sizes(source, err);
     }
     if (result == 0)
         result = export_check_servable(&source->sizes, request->format, request->allow, err);

@@ -93,6 +93,13 @@ static bool normed_features(const struct drafter_sizes *sizes, enum export_forma
     return of_sglang(sizes, format) && sizes->norm_before_fc;
 }
 
+// Transformers 5 looks at it before head_dim; its Qwen3 configuration does not.
+static bool uneven_heads(const struct drafter_sizes *sizes, enum export_format format)
+{
+    return !is_dflash(sizes) && format != EXPORT_ZLAB && !sizes->head_norms &&
+           sizes->hidden % sizes->heads != 0;
+}
+
 static bool windows(const struct drafter_sizes *sizes, enum export_format format)
 {
     return of_sglang(sizes, format) && export_any_sliding(sizes);
@@ -154,6 +161,11 @@ static const struct reason reasons[] = {
      "SGLang does not read windows from a drafter; it has one for all layers, "
      "--speculative-draft-window-size; --format speculators states them",
      true, windows},
+    {"num_attention_heads",
+     "hidden_size is not a multiple of it, and Transformers 5, through which servers and "
+     "speculators read it, refuses such a configuration of a Llama (style llama), whatever "
+     "head_dim is",
+     true, uneven_heads},
 };
 enum { REASONS = sizeof(reasons) / sizeof(*reasons) };
 
@@ -183,7 +195,8 @@ int export_check_allowed(const char *allow, struct error *err)
             return error_set(err,
                              "--allow-unservable: %.*s can not be allowed; there are "
                              "sliding_window_non_causal, window_origin and layer_types, and of "
-                             "eagle3 style, norm_before_residual and norm_before_fc",
+                             "eagle3 style, norm_before_residual, norm_before_fc and "
+                             "num_attention_heads",
                              (int)n, at);
         at += n + (at[n] == ',');
     }
