@@ -169,7 +169,10 @@ static void a_signal_at_any_moment(void **state)
     (void)state;
     int stopped = 0, ended = 0;
     set_policy(false);
-    for (double milliseconds = 1.0; milliseconds <= 80.0; milliseconds += 1.0 + milliseconds / 16) {
+    double milliseconds = 1.0;
+    // Longer where the machine is busy and the program is not there by then.
+    for (; milliseconds <= 80.0 || (stopped == 0 && milliseconds < 20000.0);
+         milliseconds += 1.0 + milliseconds / 16) {
         struct program program = {0};
         run_train_start(&fixture, &program, "run", NULL);
         run_sleep(1e-3 * milliseconds);
