@@ -60,7 +60,8 @@ def build_parser():
     add("--limit", type=int, metavar="N", help="only the first N input lines")
     add("--split-val", type=float, default=0, metavar="X",
         help="prompts held out for val-*.h5: a share below 1, or a number")
-    add("--max-tokens", type=int, metavar="N", help="longest document; longer ones are cut; default: the model's positions")
+    add("--max-tokens", type=int, metavar="N", help="longest document; longer ones are cut; default: the model's positions, "
+                                                     "or fewer where states would depend on their batch")
     add("--max-new-tokens", type=int, default=1024, metavar="N", help="longest answer")
     add("--temperature", type=float, default=0.0, metavar="T", help="of answers; 0 is greedy")
     add("--samples", type=int, default=1, metavar="N", help="answers to each prompt")
@@ -191,6 +192,19 @@ def text_length(source):
     return sum(map(len, texts_of(source)))
 
 
+def settle_longest(args, config):
+    """--max-tokens: where it is not given, as many as the model has positions, and as states do not depend on their batch."""
+    from dtrain_tools.target_model import batch_limit
+    limit, kind = batch_limit(config)
+    if args.max_tokens is None:
+        args.max_tokens = min(filter(None, (limit, getattr(config, "max_position_embeddings", None))), default=None)
+    if args.max_tokens is None:
+        raise InputError("--max-tokens is needed: config.json has no max_position_embeddings")
+    if limit and args.max_tokens > limit:
+        raise InputError(f"--max-tokens {args.max_tokens}: beyond {limit} tokens this model's rotary embedding ({kind}) "
+                         "depends on the longest text of a batch, and so would the states; at most that many")
+
+
 def tell_memory(args, sources, tokenizer):
     """The sum, before anything is loaded; refuses weights that do not fit."""
     from dtrain_tools import memory
@@ -200,7 +214,7 @@ def tell_memory(args, sources, tokenizer):
     config = whole.get_text_config()
     device = pick_device(args.device)
     stored, loaded = element_bytes(whole, args.dtype, device)
-    args.max_tokens = args.max_tokens or config.max_position_embeddings
+    settle_longest(args, config)
     args.answer_tokens = args.answer_tokens or ANSWER_TOKENS.get(device.type, 65536)
     longest, answered = longest_texts(args, sources, tokenizer)
     weights = memory.weight_bytes(folder, args.gguf, stored, loaded)

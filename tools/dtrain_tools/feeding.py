@@ -12,7 +12,7 @@ from dtrain_tools.command import say
 from dtrain_tools.documents import InputError
 from dtrain_tools.extraction import Extraction, Shard, check_padding, padding_tolerance, state_attributes
 from dtrain_tools.spool import SHARD_SHARE, Manifest, Spool, feed as feed_spool, read_order
-from dtrain_tools.target_model import Capture, Target
+from dtrain_tools.target_model import Capture, Target, batch_limit
 
 PADDING_DOCUMENTS = 64  # of the order, among which the shortest and the longest are tried
 
@@ -26,6 +26,7 @@ def feed(args, spread):
         torch.set_num_threads(args.threads)
     target = Target(args.model, args.gguf, args.device, args.dtype, spread)
     check_target(target, manifest, args.model or args.gguf)
+    check_lengths(target, order, args.config)
     extraction = Extraction(target, args.spool, manifest.layer_ids, manifest.attributes, say, float8=manifest.float8)
     settings = {"model": args.model, "gguf": args.gguf, "dtype": str(target.dtype), "batch_tokens": args.batch_tokens}
     spool = Spool(args.spool, order, settings, min(args.shard_bytes, order.bytes / SHARD_SHARE),
@@ -45,6 +46,14 @@ def feed(args, spread):
         feed_spool(spool, manifest, write, say, args.spool_wait)
     spool.close()
     say(f"{args.spool}: the run has ended")
+
+
+def check_lengths(target, order, config):
+    """Features must not depend on what else a shard holds."""
+    limit, kind = batch_limit(target.config)
+    if limit and max(order.tokens) > limit:
+        raise InputError(f"{config}: a document of {max(order.tokens)} tokens: beyond {limit} tokens the target's rotary "
+                         f"embedding ({kind}) depends on the longest text of a batch; data.seq_len {limit} cuts them")
 
 
 def some_documents(order, manifest):

@@ -94,6 +94,25 @@ def stored_type(config):
     return config.get_text_config().dtype or config.dtype or torch.float32
 
 
+def batch_limit(config):
+    """-> the longest text that may be in a batch, and the rotary embedding that says so; None: any, and why not.
+
+    Beyond it Transformers turns all positions of a batch by what its longest text, or one before, was.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one for all layers, or one a type
+    limits = []
+    for part in parts:
+        kind = part.get("rope_type", part.get("type"))
+        if kind == "dynamic":
+            limits.append((config.max_position_embeddings, kind))
+        elif kind in ("longrope", "su"):
+            limits.append((part.get("original_max_position_embeddings") or
+                           getattr(config, "original_max_position_embeddings", None) or
+                           config.max_position_embeddings, kind))
+    return min(limits, default=(None, None))
+
+
 def element_bytes(config, dtype, device):
     """-> bytes of a weight as stored and as loaded. dtype: as for Target."""
     stored = stored_type(config)

@@ -19,7 +19,7 @@ from test_extract import PROMPTS, Case, needs_torch, torch
 if torch is not None:
     import tiny_llama
     import tiny_models
-    from dtrain_tools import float8, memory
+    from dtrain_tools import feeding, float8, memory
     from dtrain_tools.documents import InputError
     from dtrain_tools.shards import Float8
     from dtrain_tools.target_model import Capture, Target
@@ -214,6 +214,42 @@ class Trainer(Case):
         status, printed = self.check("gemma2")
         self.assertIn("final_logit_softcapping", printed)
         self.assertNotEqual(status, 0)
+
+
+@needs_torch
+class RotaryOfABatch(Case):
+    """Models whose rotary embedding goes by the longest text of a batch: texts as long as that are cut or refused."""
+
+    def test_states_do_not_depend_on_the_batch(self):
+        random = np.random.default_rng(6)
+        path = self.lines([{"input_ids": random.integers(3, 250, n).tolist(), "loss_mask": [1] * n}
+                           for n in (12, 50, 60, 64, 66, 90)])
+        for name, kind in (("phi3_longrope", "longrope"), ("llama_dynamic", "dynamic")):
+            model = self.out()
+            torch.manual_seed(3)
+            tiny_models.save(name, model)
+            tiny_llama.make_tokenizer().save_pretrained(model)
+            with self.subTest(name), mock.patch.object(self, "model", model):
+                status, printed = self.extract(path, self.out(), "--layers", "2", "--max-tokens", "65")
+                self.assertEqual(status, 2, printed)
+                self.assertIn(f"beyond 64 tokens this model's rotary embedding ({kind})", printed)
+                outs = [self.out(), self.out()]
+                for out, tokens in zip(outs, ("4096", "1")):
+                    status, printed = self.extract(path, out, "--layers", "2", "--batch-tokens", tokens)
+                    self.assertEqual(status, 0, printed)
+                    self.assertIn("2 documents cut to 64 tokens", printed)
+                for together, alone in zip(*(self.read(out)[0] for out in outs)):
+                    together, alone = (bf16_to_float(document["hidden_states"]) for document in (together, alone))
+                    self.assertLess(np.linalg.norm(together - alone), 0.01 * np.linalg.norm(alone))
+
+    def test_a_spool_of_longer_documents_is_refused(self):
+        config = tiny_models.text_config(*tiny_models.TEXT["phi3_longrope"])
+        target, order = types.SimpleNamespace(config=config), types.SimpleNamespace(tokens=[12, 65])
+        with self.assertRaisesRegex(InputError, "run.yaml: a document of 65 tokens.*data.seq_len 64 cuts them"):
+            feeding.check_lengths(target, order, "run.yaml")
+        feeding.check_lengths(target, types.SimpleNamespace(tokens=[12, 64]), "run.yaml")
+        config = tiny_models.text_config(*tiny_models.TEXT["qwen3"])
+        feeding.check_lengths(types.SimpleNamespace(config=config), order, "run.yaml")
 
 
 @needs_torch

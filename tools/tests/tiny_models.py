@@ -38,6 +38,11 @@ TEXT = {  # class, beyond SIZES
     "granite": ("GraniteConfig", {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}),
     "cohere": ("CohereConfig", {"logit_scale": 0.0625}),
     "starcoder2": ("Starcoder2Config", {}),
+    "phi3_longrope": ("Phi3Config", {"original_max_position_embeddings": 64, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "factor": 8.0,
+        "short_factor": [1.0] * 4, "long_factor": [3.0, 5.0, 9.0, 20.0]}}),
+    "llama_dynamic": ("LlamaConfig", {"max_position_embeddings": 64, "rope_parameters": {
+        "rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}),
 }
 WRAPPED = {  # class, text class with what goes beyond SIZES, pictures
     "gemma3": ("Gemma3Config", ("Gemma3TextConfig", {"sliding_window": 8}), PICTURES),
