@@ -128,26 +128,33 @@ static int open_file(struct spool *spool, const struct spool_file *file, struct 
     return 0;
 }
 
+// Two shards with the same document are of different cuts of the order, whichever of them is looked for.
+static int check_overlaps(const char *folder, const struct spool_listing *listing,
+                          struct error *err)
+{
+    for (size_t i = 1; i < listing->count; i++) {
+        const struct spool_file *one = &listing->items[i - 1], *next = &listing->items[i];
+        if (next->first <= one->last)
+            return error_set(err,
+                             "%s: features-%012lld-%012lld.h5 and features-%012lld-%012lld.h5 "
+                             "hold the same documents; remove what is not of this run",
+                             folder, (long long)one->first, (long long)one->last,
+                             (long long)next->first, (long long)next->last);
+    }
+    return 0;
+}
+
 // Looks for the shard with the document and opens it: 1, 0 when it is not there, -1. Without the lock.
 static int look_for(struct spool *spool, int64_t serial, struct error *err)
 {
     struct spool_listing listing;
     const struct spool_file *found = NULL;
-    int result = 0;
     if (spool_list(&listing, spool->folder, err) != 0)
         return -1;
-    for (size_t i = 0; i < listing.count && result == 0; i++) {
-        const struct spool_file *file = &listing.items[i];
-        if (serial < file->first || file->last < serial)
-            continue;
-        if (found != NULL)
-            result = error_set(err,
-                               "%s: features-%012lld-%012lld.h5 and features-%012lld-%012lld.h5 "
-                               "hold the same documents; remove what is not of this run",
-                               spool->folder, (long long)found->first, (long long)found->last,
-                               (long long)file->first, (long long)file->last);
-        found = file;
-    }
+    int result = check_overlaps(spool->folder, &listing, err);
+    for (size_t i = 0; i < listing.count && found == NULL; i++)
+        if (listing.items[i].first <= serial && serial <= listing.items[i].last)
+            found = &listing.items[i];
     if (result == 0 && found != NULL)
         result = open_file(spool, found, err) == 0 ? 1 : -1;
     pthread_mutex_lock(&spool->lock);

@@ -357,6 +357,14 @@ static void wrong_shards_are_refused(void **state)
     assert_int_equal(feeder_write(spool, &other, right, 0, SHARD_DOCUMENTS - 1, &err), 0);
     must_fail_over("tokens", "in the manifest; remove the shard");
 
+    // Of another cut: only its first document is in the right shard, too, and that one is open already.
+    fresh_spool(NULL);
+    assert_int_equal(feeder_write(spool, &documents, right, 0, SHARD_DOCUMENTS - 1, &err), 0);
+    assert_int_equal(
+        feeder_write(spool, &documents, right, SHARD_DOCUMENTS - 1, 2 * SHARD_DOCUMENTS - 2, &err),
+        0);
+    must_fail_over("cut", "hold the same documents; remove what is not of this run");
+
     fresh_spool(NULL);
     other.content.target_model = "another model";
     assert_int_equal(feeder_write(spool, &other, right, 0, SHARD_DOCUMENTS - 1, &err), 0);
