@@ -35,6 +35,7 @@ struct shared {
     char fault[RANKS][4096]; // of joining
     volatile int32_t port;   // where rank 0 listens
     volatile bool dying;     // the unlucky rank is about to
+    volatile bool waits[RANKS], goes_on;
 };
 
 static struct shared *shared;
@@ -378,6 +379,43 @@ static void an_exchange_that_stands_still_ends_all(void **state)
     must_say("exchange 1 stands still", RANKS);
 }
 
+static void wait_until_told(struct control *control, int rank)
+{
+    control_enter(control);
+    shared->waits[rank] = true;
+    while (!shared->goes_on) {
+        control_check(control);
+        usleep(1000);
+    }
+    control_leave(control);
+}
+
+static void signal_all(int number)
+{
+    for (int rank = 0; rank < RANKS; rank++)
+        kill(children[rank], number);
+}
+
+// As Ctrl-Z and fg, or a batch system that suspends a job.
+static void a_job_that_was_stopped_as_a_whole_goes_on(void **state)
+{
+    (void)state;
+    enum { SECONDS = 4 };
+    struct scene scene = make_scene(wait_until_told, SECONDS);
+    start(&scene);
+    while (!(shared->waits[0] && shared->waits[1] && shared->waits[2]))
+        usleep(1000);
+    signal_all(SIGSTOP);
+    sleep(2 * SECONDS);
+    signal_all(SIGCONT);
+    sleep(SECONDS / 4);
+    shared->goes_on = true;
+    struct outcome outcome = finish(-1);
+    assert_string_equal(said(), "");
+    for (int rank = 0; rank < RANKS; rank++)
+        assert_int_equal(outcome.status[rank], 0);
+}
+
 // What an engine has queued counts like an exchange that the host waits in.
 static double queued_waiting(void *context)
 {
@@ -589,6 +627,7 @@ int main(void)
         cmocka_unit_test(every_fate_of_every_rank_is_noticed),
         cmocka_unit_test(an_exchange_that_stands_still_ends_all),
         cmocka_unit_test(a_queue_that_stands_still_ends_all),
+        cmocka_unit_test(a_job_that_was_stopped_as_a_whole_goes_on),
         cmocka_unit_test(one_that_leaves_early_is_missed),
         cmocka_unit_test(a_signal_on_any_rank_reaches_all),
         cmocka_unit_test(a_launchers_signal_after_a_death_is_no_preemption),

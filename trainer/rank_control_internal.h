@@ -48,8 +48,10 @@ struct control {
     atomic_bool leaving; // without the lock: this process ends by itself
 
     int64_t entered;
-    double since; // of the running exchange; 0: none
-    double beat;  // the last one sent
+    double since;   // of the running exchange; 0: none
+    double beat;    // the last one sent
+    double looked;  // when the thread last came round
+    double resumed; // since when this process runs without a pause
     control_waiting_fn *waiting;
     control_abort_fn *abort;
     void *context;

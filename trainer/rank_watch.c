@@ -21,10 +21,18 @@ bool control_failed(const struct control *c)
     return atomic_load(&c->ended);
 }
 
+// Seconds since `when` in which this process has run.
+static double seconds_since(const struct control *c, double when)
+{
+    return timer_now() - (when > c->resumed ? when : c->resumed);
+}
+
 static double own_waiting(const struct control *c)
 {
-    double waiting = c->since > 0.0 ? timer_now() - c->since : 0.0;
+    double waiting = c->since > 0.0 ? seconds_since(c, c->since) : 0.0;
     double queued = c->waiting != NULL ? c->waiting(c->context) : 0.0;
+    double running = seconds_since(c, c->resumed);
+    queued = queued < running ? queued : running;
     return waiting > queued ? waiting : queued;
 }
 
@@ -163,7 +171,7 @@ static bool judge_peers(struct control *c)
     char text[512];
     for (int i = 0; i < (c->rank == 0 ? c->size : 1); i++) {
         const struct peer_state *peer = &c->states[i];
-        double silent = timer_now() - peer->heard;
+        double silent = seconds_since(c, peer->heard);
         if (peer->left || peer->failed || (c->rank == 0 && i == 0))
             continue;
         if (!peer->gone && silent <= c->timeout)
@@ -219,7 +227,7 @@ static void judge_waiting(struct control *c)
     if (longest <= c->timeout)
         return;
     int64_t last = beat_of(c, behind).entered;
-    double silent = behind == c->rank ? 0.0 : timer_now() - c->states[behind].heard;
+    double silent = behind == c->rank ? 0.0 : seconds_since(c, c->states[behind].heard);
     if (last < most && silent > 0.5 * c->timeout) // more than a late heartbeat
         snprintf(
             text, sizeof(text),
