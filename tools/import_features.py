@@ -24,7 +24,7 @@ from dtrain_tools.extraction import settle_folder  # noqa: E402
 from dtrain_tools.float8 import quantise_bits  # noqa: E402
 from dtrain_tools.import_check import (PROBE_TOKENS, SPREAD_TOKENS, check_layers, check_norm, choose_probes,  # noqa: E402
                                        target_states)
-from dtrain_tools.importing import Import, plan_shards  # noqa: E402
+from dtrain_tools.importing import Import, lock_folder, plan_shards  # noqa: E402
 from dtrain_tools.mask_check import MaskCheck, end_tokens  # noqa: E402
 from dtrain_tools.memory import byte_size  # noqa: E402
 from dtrain_tools.modelopt_dump import ModeloptDump, masks_by_tokens  # noqa: E402
@@ -213,6 +213,12 @@ def run(args):
         masks.refuse_shifted()
     probe(args, documents, read, head, layer_ids)
     settle_folder(args.out, settings_of(args, layer_ids, fingerprint))
+    with lock_folder(args.out):
+        convert(args, head, layer_ids, documents, read)
+
+
+def convert(args, head, layer_ids, documents, read):
+    """All documents into shards, which are checked and released."""
     attributes = {"target_model": args.name or os.path.basename(os.path.abspath(args.model or args.target)),
                   "target_layer_ids": layer_ids, "hidden_size": head.hidden_size, "vocab_size": head.vocab_size,
                   "last_hidden": args.last_hidden, "created_by": "dtrain tools/import_features.py",

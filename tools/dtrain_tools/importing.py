@@ -9,7 +9,9 @@ Shards are planned from the documents alone, so a resumed run plans the same one
 exist. One document is held in memory. Does not read foreign formats.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import subprocess
@@ -48,6 +50,18 @@ def plan_shards(documents, split_val, seed, shard_tokens):
             own[-1].tokens += document.tokens
         shards += own
     return shards
+
+
+def lock_folder(folder):
+    """Keeps a second import out of a folder that is settled. -> what holds the lock, dropped with this process."""
+    file = open(os.path.join(folder, "extraction.json"), "r+", encoding="utf-8")
+    with contextlib.suppress(OSError):  # of a file system without locks
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise InputError(f"{folder}: another import is at work there; let it end, or use another --out") from error
+    return file
 
 
 class Import:

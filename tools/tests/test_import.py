@@ -28,7 +28,7 @@ sys.path[:0] = [os.path.join(ROOT, "tools"), TINY]
 
 import import_features  # noqa: E402
 import make_shards  # noqa: E402
-from dtrain_tools import command, import_check, speculators_dump  # noqa: E402
+from dtrain_tools import command, import_check, importing, speculators_dump  # noqa: E402
 from dtrain_tools.crc32c import crc32c  # noqa: E402
 from dtrain_tools.documents import InputError  # noqa: E402
 from dtrain_tools.tensor_file import (bf16_to_float, e4m3_to_float, float_to_bf16, read_tensors,  # noqa: E402
@@ -299,6 +299,13 @@ class Imports(Case):
         status, printed = self.run_import("--shard-bytes", "300000")
         self.assertEqual(status, command.REFUSED, printed)
         self.assertIn("extraction.json: not JSON", printed)
+
+    def test_a_second_import_of_the_folder(self):
+        self.dump()
+        status, printed = self.run_import("--shard-bytes", "4e5", "--dtrain", "/bin/false")
+        self.assertEqual(status, command.REFUSED, printed)
+        with importing.lock_folder(self.out):
+            self.refused(f"{self.out}: another import is at work there", "--shard-bytes", "4e5", "--dtrain", "/bin/false")
 
     def test_other_settings_than_the_folder_s(self):
         self.dump()
