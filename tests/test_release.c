@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -385,6 +386,7 @@ static void what_dtrain_does_not_have_is_refused_by_name(void **state)
         {"zlab", NULL, "partial_rotary_factor", "0.5"},
         {"zlab", NULL, "rope_scaling", "{\"rope_type\": \"default\", \"mrope_section\": [1, 1]}"},
         {"zlab", NULL, "rope_scaling", "{\"rope_type\": \"llama3\", \"factor\": 2.0}"},
+        {"zlab", NULL, "rope_scaling", "{\"rope_type\": \"default\", \"beta_fast\": 16}"},
         {"zlab", NULL, "use_sliding_window", "true"},
         {"zlab", NULL, "num_target_layers", "9"},
         {"zlab", NULL, "head_dim", NULL},
@@ -438,6 +440,8 @@ static void defaults_and_other_spellings_are_understood(void **state)
     for (size_t i = 0; i < sizeof(left_out) / sizeof(*left_out); i++)
         model_config_edit(directory, layers, left_out[i], NULL);
     model_config_edit(directory, NULL, "block_size", NULL); // 8
+    model_config_edit(directory, layers, "rope_scaling",
+                      "{\"rope_type\": \"default\", \"beta_fast\": 32.0, \"beta_slow\": 1}");
     assert_int_equal(start_from(directory, "run.seed=7", NULL), 0);
     model_config_edit(directory, layers, "rope_parameters",
                       "{\"rope_type\": \"default\", \"rope_theta\": 500.0}");
@@ -497,6 +501,22 @@ static void tensors_must_fit_and_names_allow(void **state)
 }
 
 // Neither of its own accord nor by name.
+static void weights_in_several_files_are_told(void **state)
+{
+    (void)state;
+    struct error err = {""};
+    train_and_export((const char *const[]){"zlab", NULL});
+    char *model = memory_format("%s/model.safetensors", init_from("zlab"));
+    char *index = memory_format("%s.index.json", model);
+    assert_int_equal(unlink(model), 0);
+    assert_int_equal(files_write_text(index, "{}", &err), 0);
+    assert_int_equal(start_from(init_from("zlab"), "run.seed=7", NULL), 2);
+    run_must_say(&fixture, "warm", index);
+    run_must_say(&fixture, "warm", "weights in several files are not read");
+    free(index);
+    free(model);
+}
+
 static void weights_must_be_finite(void **state)
 {
     (void)state;
@@ -582,6 +602,7 @@ int main(void)
         TEST(defaults_and_other_spellings_are_understood),
         TEST(what_dflash_config_states_has_precedence),
         TEST(tensors_must_fit_and_names_allow),
+        TEST(weights_in_several_files_are_told),
         TEST(weights_must_be_finite),
         TEST(fields_are_allowed_by_name),
         TEST(a_mask_embedding_of_its_own_is_refused),

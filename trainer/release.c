@@ -234,8 +234,13 @@ int release_open(struct release *release, const char *directory,
     char *model = memory_format("%s/model.safetensors", directory);
     struct error why = {""};
     int result = check_config(release, &check, config);
-    if (result == 0 && safetensors_open(&release->model, model, &why) != 0)
+    if (result == 0 && safetensors_open(&release->model, model, &why) != 0) {
         result = error_add(err, "%s", why.text);
+        char *index = memory_format("%s.index.json", model);
+        if (files_exists(index))
+            error_add(err, "%s: weights in several files are not read; save them as one", index);
+        free(index);
+    }
     if (result == 0) {
         check_mask_embedding(&check, directory);
         check.file = model;

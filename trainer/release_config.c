@@ -90,10 +90,16 @@ static void check_rope_members(struct release_check *check, const cJSON *rope)
     static const char *const known[] = {"rope_type",  "type",
                                         "rope_theta", "partial_rotary_factor",
                                         "factor",     "original_max_position_embeddings"};
+    // Of YaRN, as dtrain has them and Transformers where they are not stated.
+    static const struct release_number fixed[] = {{"beta_fast", "dtrain's", 32, 32},
+                                                  {"beta_slow", "dtrain's", 1, 1}};
     const cJSON *item = NULL;
     cJSON_ArrayForEach(item, rope)
     {
         bool found = cJSON_IsNull(item);
+        for (size_t i = 0; i < sizeof(fixed) / sizeof(*fixed); i++)
+            found |= strcmp(item->string, fixed[i].name) == 0 && cJSON_IsNumber(item) &&
+                     item->valuedouble == fixed[i].wanted;
         for (size_t i = 0; i < sizeof(known) / sizeof(*known); i++)
             found |= strcmp(item->string, known[i]) == 0;
         if (!found)
