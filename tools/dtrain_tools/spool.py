@@ -22,6 +22,7 @@ from dtrain_tools.shards import TEMPORARY, DiskFull, shard_bytes
 
 SHARD_SHARE = 8       # a shard takes at most this share of the spool, or one document
 LOOK_SECONDS = 0.2    # between looks at the state
+LOCK_SECONDS = 0.5    # the run asks for a moment whether an extractor holds the lock, by taking it
 SAY_SECONDS = 60      # between lines while waiting
 
 
@@ -145,14 +146,20 @@ class Spool:
         """Dropped by the kernel with this process, so a killed extractor leaves none behind."""
         path = os.path.join(self.folder, "extractor.lock")
         file = open(path, "a+", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.seek(0)
-            holder = file.read().strip()
-            file.close()
-            raise InputError(f"{self.folder}: another extractor feeds this spool "
-                             f"({holder or 'it has not said which'})") from error
+        end = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if time.monotonic() < end:
+                    time.sleep(0.05)
+                    continue
+                file.seek(0)
+                holder = file.read().strip()
+                file.close()
+                raise InputError(f"{self.folder}: another extractor feeds this spool "
+                                 f"({holder or 'it has not said which'})") from error
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

@@ -3,6 +3,7 @@
     DTRAIN=build/dtrain python -m unittest discover -s tools/tests        (the second part needs torch and DTRAIN)
 """
 
+import fcntl
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import unittest
 
@@ -164,6 +166,16 @@ class Folder(unittest.TestCase):
         with self.assertRaisesRegex(InputError, r"other settings \(model\)"):
             self.open(settings={"model": "other"})
         self.spool = self.open()
+
+    def test_a_run_that_looks_at_the_lock(self):
+        """It holds the lock for a moment, which is no other extractor."""
+        self.spool.close()
+        with open(os.path.join(self.folder, "extractor.lock"), encoding="utf-8") as run:
+            fcntl.flock(run, fcntl.LOCK_SH)
+            looking = threading.Timer(0.1, fcntl.flock, (run, fcntl.LOCK_UN))
+            looking.start()
+            self.spool = self.open()
+            looking.join()
 
     def test_leftovers_are_removed(self):
         name = os.path.join(self.folder, spool.shard_name(0, 0))
