@@ -55,6 +55,7 @@ static pid_t start(double seconds, void (*act)(void), int *words)
         close(ends[1]);
         close(own[0]);
         own_end = own[1];
+        setpgid(0, 0); // to be signalled together with its guard
         if (older_kernel && !forget_close_range())
             _exit(NO_FILTERS);
         end_guard_begin(seconds, "rank 7");
@@ -110,6 +111,14 @@ static void let_go_and_stop(void)
 
 static void end(void) {}
 
+static void work_for_a_while(void)
+{
+    if (write(own_end, "w", 1) != 1)
+        _exit(1);
+    for (int i = 0; i < 50; i++)
+        usleep(10000);
+}
+
 static void a_stopped_process_is_killed(void **state)
 {
     (void)state;
@@ -156,6 +165,25 @@ static void one_that_ends_is_left_alone(void **state)
     assert_true(timer_now() - begin < LIMIT / 2.0);
 }
 
+// As a batch system stops a job: longer than the limit.
+static void one_that_was_stopped_with_its_guard_is_left_alone(void **state)
+{
+    (void)state;
+    int words;
+    char begun;
+    pid_t pid = start(2.0, work_for_a_while, &words);
+    assert_int_equal(read(to_child, &begun, 1), 1);
+    usleep(100000); // the guard waits by now
+    assert_int_equal(kill(-pid, SIGSTOP), 0);
+    sleep(3);
+    assert_int_equal(kill(-pid, SIGCONT), 0);
+    int status = await(pid);
+    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    close(to_child);
+    read_all(words);
+    assert_string_equal(said, "");
+}
+
 // What the guarded process closes is closed: here a pipe of which the guard has a copy at first.
 static void nothing_is_held(void **state)
 {
@@ -179,6 +207,7 @@ int main(void)
         cmocka_unit_test(a_stopped_process_is_killed),
         cmocka_unit_test(an_older_kernel_is_enough),
         cmocka_unit_test(one_that_ends_is_left_alone),
+        cmocka_unit_test(one_that_was_stopped_with_its_guard_is_left_alone),
         cmocka_unit_test(nothing_is_held),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -12,6 +12,8 @@
 #include "base/log.h"
 #include "base/memory.h"
 
+enum { TICK = 100 /* milliseconds */ };
+
 // Behind fork in a process of several threads: system calls alone. `ended` is readable once nobody has its other end.
 __attribute__((noreturn)) static void guard(int ended, int milliseconds, pid_t guarded,
                                             const char *text)
@@ -23,8 +25,11 @@ __attribute__((noreturn)) static void guard(int ended, int milliseconds, pid_t g
         _exit(0);
     closefrom(STDERR_FILENO + 1); // also under kernels before 5.9, which have no close_range
     close(STDOUT_FILENO);
-    // Signals are held back, so that the wait is one.
-    if (poll(&end, 1, milliseconds) == 0 && getppid() == guarded) {
+    // Signals are held back. In small waits, so that time in which this process is stopped, too, is not counted.
+    int left = milliseconds, ready = 0;
+    for (; left > 0 && (ready = poll(&end, 1, TICK)) == 0; left -= TICK)
+        ;
+    if (ready == 0 && getppid() == guarded) {
         if (write(STDERR_FILENO, text, strlen(text)) < 0) {
             // It is killed all the same.
         }
