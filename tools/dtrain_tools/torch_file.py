@@ -11,6 +11,7 @@ import zipfile
 import zlib
 
 from dtrain_tools.dumped import refuse
+from dtrain_tools.shards import DiskFull
 
 PIECE = 1 << 22
 
@@ -64,14 +65,24 @@ def load_torch_file(path, largest):
     """-> dict. A .gz is unpacked beside nothing, to a file that has no name; largest: bytes it may have."""
     if not path.endswith(".gz"):
         return _load_plain(path, path)
-    with tempfile.NamedTemporaryFile(prefix="dtrain-import-") as plain:
+    with tempfile.NamedTemporaryFile(prefix="dtrain-import-", buffering=0) as plain:
         try:
             with gzip.open(path) as packed:
                 while piece := packed.read(PIECE):
-                    plain.write(piece)
+                    _write(plain, piece, path)
                     if plain.tell() > largest:
                         refuse(path, f"unpacks to more than {largest:,} bytes, which no document has")
         except (EOFError, OSError, zlib.error) as error:
             refuse(path, f"cannot be loaded (cut short, or not plain tensors): {error}", error)
-        plain.flush()
         return _load_plain(plain.name, path)
+
+
+def _write(plain, piece, path):
+    """All of it: a file without a buffer may take less at once."""
+    left = memoryview(piece)
+    while left:
+        try:
+            left = left[plain.write(left):]
+        except OSError as error:
+            raise DiskFull(f"{tempfile.gettempdir()}: {path} can not be unpacked there: {error.strerror}; make room, or "
+                           "set TMPDIR") from error

@@ -354,8 +354,19 @@ class Bomb(Specforge):
             self.refused(f"{self.path(1, '.ckpt.gz')}: unpacks to more than 8,388,608 bytes")
 
 
+@unittest.skipIf(torch is None, "needs torch")
+class NoRoom(Specforge):
+    def test_a_full_disk_is_no_fault_of_the_file(self):
+        self.write(suffix=".ckpt.gz")
+        with mock.patch("tempfile.NamedTemporaryFile", lambda **options: open("/dev/full", "wb", buffering=0)):
+            status, printed = self.run_import()
+        self.assertEqual(status, 1, printed)
+        self.assertIn(f"{self.path(0, '.ckpt.gz')} can not be unpacked there: No space left on device", printed)
+
+
 for _name in [name for name in dir(Specforge) if name.startswith("test_")]:
     setattr(Bomb, _name, None)  # they run in test_import
+    setattr(NoRoom, _name, None)
 
 
 class Tensors(unittest.TestCase):
