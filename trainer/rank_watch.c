@@ -21,10 +21,11 @@ bool control_failed(const struct control *c)
     return atomic_load(&c->ended);
 }
 
-// Seconds since `when` in which this process has run.
+// Seconds since `when` in which this process has run. Up to when the thread came round, so that a pause within its
+// round is not counted either.
 static double seconds_since(const struct control *c, double when)
 {
-    return timer_now() - (when > c->resumed ? when : c->resumed);
+    return c->looked - (when > c->resumed ? when : c->resumed);
 }
 
 static double own_waiting(const struct control *c)
