@@ -392,6 +392,19 @@ void eagle3_pass_recompute(struct eagle3 *e, const struct backend *backend, stru
 
 // ---- the steps of a group ------------------------------------------------------------------------
 
+// Sends `count` arrays of `each` numbers that lie behind one another, several at a time as long as they are few
+// enough for a GPU to read them itself, past the rows on their way to it (see backend_cuda.cu).
+static void send_arrays(const struct backend *backend, struct stream *stream, int32_t *to,
+                        const int32_t *from, int64_t count, int64_t each)
+{
+    enum { TOGETHER = 64 << 10 };
+    int64_t some = each < TOGETHER ? TOGETHER / each : 1;
+    for (int64_t i = 0; i < count; i += some) {
+        int64_t n = (count - i < some ? count - i : some) * each;
+        backend->copy_in(stream, to + i * each, from + i * each, (size_t)n * sizeof(*to));
+    }
+}
+
 // For each step and token the row that reads its embedding.
 static void group_readers(struct eagle3 *e, const struct backend *backend, struct stream *stream)
 {
@@ -403,8 +416,8 @@ static void group_readers(struct eagle3 *e, const struct backend *backend, struc
             reader[t] = -1;
         for (int64_t k = 0; k < e->count; k++, r++)
             reader[b->h_group[r]] = (int32_t)r; // its token
-        backend->copy_in(stream, b->readers + i * tokens, reader, (size_t)tokens * sizeof(*reader));
     }
+    send_arrays(backend, stream, b->readers, b->h_readers, e->steps, tokens);
 }
 
 // What each step of each position reads.
@@ -414,9 +427,9 @@ static void group_inputs(struct eagle3 *e, const struct backend *backend, struct
     const struct drafter_sizes *s = e->options.sizes;
     const struct row *row = e->input.row;
     struct eagle3_buffers *b = e->buffers;
-    int64_t count = e->count, n = e->steps * count, capacity = e->options.group_rows;
-    int32_t *token = b->h_group, *places = token + capacity, *full = places + capacity,
-            *sliding = full + capacity, *end = sliding + capacity, *position = end + capacity;
+    int64_t count = e->count, apart = eagle3_apart(e->steps * count);
+    int32_t *token = b->h_group, *places = token + apart, *full = places + apart,
+            *end = full + apart, *sliding = end + apart, *position = sliding + apart;
     for (int64_t i = 0, r = 0; i < e->steps; i++)
         for (int64_t k = 0; k < count; k++, r++) {
             int32_t t = anchors[k] - 1;
@@ -427,12 +440,12 @@ static void group_inputs(struct eagle3 *e, const struct backend *backend, struct
             context_range_ttt(row, t, i, s->window, &sliding[r], &end[r]);
             position[k] = t;
         }
-    size_t bytes = (size_t)n * sizeof(int32_t);
-    backend->copy_in(stream, b->token, token, bytes);
-    backend->copy_in(stream, b->step_places, places, bytes);
-    backend->copy_in(stream, b->step_full, full, bytes);
-    backend->copy_in(stream, b->step_sliding, sliding, bytes);
-    backend->copy_in(stream, b->step_end, end, bytes);
+    b->step_places = b->token + apart;
+    b->step_full = b->step_places + apart;
+    b->step_end = b->step_full + apart;
+    b->step_sliding = b->step_end + apart;
+    // The last of them is that of sliding layers.
+    send_arrays(backend, stream, b->token, token, EAGLE3_ROW_ARRAYS - (s->window == 0), apart);
     backend->copy_in(stream, b->position, position, (size_t)count * sizeof(int32_t));
     if (eagle3_waits(e))
         group_readers(e, backend, stream);

@@ -32,6 +32,8 @@ struct eagle3_layer {
     float *dkey, *dvalue;       // fp32 [T, kv] gradients of the context's, summed over groups
 };
 
+enum { EAGLE3_ROW_ARRAYS = 5 }; // from token to step_sliding
+
 struct eagle3_buffers {
     struct layer_tensor fc, input_norm, norm;        // input_norm: norm_before_fc
     struct layer_tensor fc_norm[DRAFTER_MAX_LAYERS]; // fc_norm: one for each feature
@@ -49,10 +51,10 @@ struct eagle3_buffers {
     // scratch of the context
     void *normed;                  // [T, L * H] features under norms before fc
     void *embedded, *embed_normed; // [T, H]
-    // group: [steps, count]
+    // group: [steps, count], behind one another as eagle3_apart says
     int32_t *token;       // position whose embedding is read
     int32_t *step_places; // rotary positions
-    int32_t *step_full, *step_sliding, *step_end;
+    int32_t *step_full, *step_end, *step_sliding;
     int32_t *position; // [count] t
     float *last;       // [steps, count, H] output of the last layer; scoring: [count, H]
     float *last_rstd;  // [steps, count]
@@ -72,7 +74,7 @@ struct eagle3_buffers {
     float *sums; // fp32, largest matrix behind such a norm: its gradient before the norm's weight
     // host
     int32_t *h_context; // [6, T]
-    int32_t *h_group;   // [6, group_rows]
+    int32_t *h_group;   // as token and what is behind it, then position
     int32_t *h_readers; // as readers; only there
 };
 
@@ -128,6 +130,8 @@ void eagle3_need_weights(const struct eagle3 *e, int part);
 
 int64_t eagle3_q(const struct eagle3 *e);  // heads * head_dim
 int64_t eagle3_kv(const struct eagle3 *e); // kv_heads * head_dim
+// From one array of a group's rows to the next.
+int64_t eagle3_apart(int64_t rows);
 // Columns [first, first + H) of a matrix in compute dtype.
 struct layer_tensor eagle3_columns(const struct drafter_options *options,
                                    struct layer_tensor matrix, int64_t first);

@@ -31,6 +31,13 @@ bool eagle3_waits(const struct eagle3 *e)
     return e->options.sizes->layers == 1 && eagle3_keeps(e, RECOMPUTE_LEVEL_LAYER);
 }
 
+// A GPU reads four numbers at a time from the host, from addresses that are multiples of as many bytes; from others
+// it reads byte after byte.
+int64_t eagle3_apart(int64_t rows)
+{
+    return (rows + 3) / 4 * 4;
+}
+
 struct layer_tensor eagle3_columns(const struct drafter_options *o, struct layer_tensor matrix,
                                    int64_t first)
 {
@@ -194,11 +201,7 @@ static void plan_group(struct eagle3 *e, struct arena *arena)
     int64_t n = o->group_rows, one = eagle3_capacity(e), h = o->sizes->hidden;
     int64_t kept = o->training ? n : one;
     const char *group = "activations";
-    b->token = layer_take(arena, group, -1, "tokens", DTYPE_I32, n, 1);
-    b->step_places = layer_take(arena, group, -1, "places", DTYPE_I32, n, 1);
-    b->step_full = layer_take(arena, group, -1, "begin_full", DTYPE_I32, n, 1);
-    b->step_sliding = layer_take(arena, group, -1, "begin_sliding", DTYPE_I32, n, 1);
-    b->step_end = layer_take(arena, group, -1, "end", DTYPE_I32, n, 1);
+    b->token = layer_take(arena, group, -1, "rows", DTYPE_I32, EAGLE3_ROW_ARRAYS, eagle3_apart(n));
     b->position = layer_take(arena, group, -1, "positions", DTYPE_I32, one, 1);
     for (int64_t l = 0; l < o->sizes->layers; l++)
         plan_layer(e, l, arena);
@@ -348,7 +351,9 @@ void eagle3_open(struct eagle3 *e, const struct backend *backend, struct stream 
     e->backend = backend;
     context_input_open(&e->input, o, backend);
     e->buffers->h_context = backend->host_alloc(tokens * 6 * sizeof(int32_t));
-    e->buffers->h_group = backend->host_alloc((size_t)o->group_rows * 6 * sizeof(int32_t));
+    size_t apart = (size_t)eagle3_apart(o->group_rows);
+    e->buffers->h_group =
+        backend->host_alloc((EAGLE3_ROW_ARRAYS + 1) * apart * sizeof(*e->buffers->h_group));
     if (eagle3_waits(e))
         e->buffers->h_readers =
             backend->host_alloc(tokens * (size_t)o->sizes->ttt_steps * sizeof(int32_t));
