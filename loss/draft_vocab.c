@@ -38,6 +38,13 @@ int64_t loss_most_students(const struct loss *loss)
     return loss_has_map(loss) && most > o->group_rows ? o->group_rows : most;
 }
 
+int64_t loss_most_teachers(const struct loss *loss)
+{
+    const struct loss_options *o = &loss->options;
+    bool shorter = loss_has_map(loss) && !o->map.full_in_training;
+    return shorter && o->teacher_rows > o->chunk_rows ? o->teacher_rows : o->chunk_rows;
+}
+
 int32_t loss_label(const struct loss *loss, int32_t target_id)
 {
     return loss_has_map(loss) && target_id >= 0 ? loss->options.map.draft_of[target_id] : target_id;

@@ -30,7 +30,8 @@ void loss_plan(struct loss *loss, const struct loss_options *options, struct are
     loss->logits = arena_take(arena, "loss", "logits", options->logits, chunk, options->vocab, 1);
     loss->student =
         arena_take(arena, "loss", "student", options->compute, loss_most_students(loss), h, 1);
-    loss->teacher = arena_take(arena, "loss", "teacher", options->compute, chunk, h, 1);
+    loss->teacher =
+        arena_take(arena, "loss", "teacher", options->compute, loss_most_teachers(loss), h, 1);
     loss->gradient = arena_take(arena, "loss", "gradient", DTYPE_F32, rows, h, 1);
     loss->index = arena_take(arena, "loss", "index", DTYPE_I32, INDICES, rows, 1);
     loss->scale = arena_take(arena, "loss", "scale", DTYPE_F32, rows, 1, 1);
@@ -133,15 +134,15 @@ static struct loss_chunk chunk_from(const struct loss *loss, const struct loss_g
                                     int64_t first, int64_t most)
 {
     const struct loss_order *order = loss->order;
-    int64_t chunk_rows = loss->options.chunk_rows;
-    int64_t room = chunk_rows * loss->options.vocab; // of the logits
+    int64_t room = loss->options.chunk_rows * loss->options.vocab; // of the logits
+    int64_t most_teachers = loss_most_teachers(loss);
     int64_t columns = loss_full_group(loss, group) ? loss->options.vocab : loss->width;
     struct loss_chunk chunk = {.first = first}, whole = chunk; // whole: up to the running position
     int64_t i = first;
     for (; i < group->slot_count && chunk.rows < most; i++) {
         bool distinct = i == first || order[i].teacher_row != order[i - 1].teacher_row;
         int64_t teachers = chunk.teachers + (loss->options.has_teacher && distinct);
-        if ((chunk.rows + 1) * loss->width + teachers * columns > room || teachers > chunk_rows)
+        if ((chunk.rows + 1) * loss->width + teachers * columns > room || teachers > most_teachers)
             break;
         if (distinct)
             whole = chunk;

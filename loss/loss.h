@@ -45,6 +45,9 @@ struct loss_options {
     // Student and distinct teacher rows whose logits exist together, >= 2. With a draft vocabulary the
     // same memory holds more student rows, which are shorter.
     int64_t chunk_rows;
+    // Distinct teacher rows of a chunk at most, where the kept columns alone are compared, so that they, too, are
+    // short; never less than chunk_rows.
+    int64_t teacher_rows;
     enum dtype compute; // of hidden states, head and gradients
     enum dtype logits;
     bool has_teacher;  // false: shards without a last hidden state
@@ -66,7 +69,7 @@ struct loss {
     // backend memory
     void *logits;    // [chunk_rows, V] students, then distinct teachers; later G and sums of dS
     void *student;   // [chunk_rows, H] gathered hidden states; of a map [most_students, H]
-    void *teacher;   // [chunk_rows, H] gathered last hidden states, normed
+    void *teacher;   // [chunk_rows or teacher_rows, H] gathered last hidden states, normed
     float *gradient; // [group_rows, H] unweighted dS, in sorted order
     int32_t *index;  // [4, slot_count] row, teacher_row, label, position, in sorted order
     float *scale;    // [group_rows] slot weights in sorted order

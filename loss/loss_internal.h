@@ -35,6 +35,7 @@ enum {
 
 void loss_map_plan(struct loss *loss); // the width of a student's logits
 int64_t loss_most_students(const struct loss *loss);
+int64_t loss_most_teachers(const struct loss *loss);
 bool loss_has_map(const struct loss *loss);
 bool loss_full_teacher(const struct loss *loss); // a map and a teacher
 // Whether this group compares with the teacher over all columns.

@@ -39,6 +39,7 @@ struct bench {
     // what came out
     struct slot_results results;
     float dhidden[N * H], dhead[VD * H], dw1[V * R], dw2[VD * R];
+    int64_t chunks;
 };
 
 static struct rng_key key_of(uint64_t what)
@@ -245,6 +246,7 @@ static void bench_run(struct bench *b)
         fetch(&d, b->dw2, o->markov.dw2, sizeof(b->dw2));
     }
     free(raw);
+    b->chunks = loss.chunk_count;
     loss_close(&loss);
     arena_release(&arena);
     while (d.count > 0)
@@ -504,6 +506,42 @@ static void training_may_leave_the_other_columns(void **state)
     bench_close(b);
 }
 
+// The two first slots of each block alone.
+static void keep_two_slots(struct bench *b)
+{
+    int64_t count = 0;
+    for (int64_t i = 0; i < b->slot_count; i++)
+        if (b->slots[i].slot < 2) {
+            b->slots[count] = b->slots[i];
+            b->hidden_row[count++] = b->hidden_row[i];
+        }
+    b->slot_count = count;
+}
+
+// With few students for each there is room for more teachers than chunk_rows, and so for fewer chunks; where all
+// columns are compared there is none.
+static void more_teachers_make_fewer_chunks(void **state)
+{
+    (void)state;
+    struct bench *b = bench_open(DTYPE_F32);
+    struct exact *e = memory_alloc(1, sizeof(*e));
+    keep_two_slots(b);
+    set_terms(b, mixtures[1]);
+    b->options.map.mask_outside = false;
+    b->options.chunk_rows = 4;
+    for (int full = 0; full < 2; full++) {
+        b->options.map.full_in_training = full == 1;
+        b->options.teacher_rows = 0;
+        check_exact(b, e, 1e-5, 1e-5);
+        int64_t chunks = b->chunks;
+        b->options.teacher_rows = 8;
+        check_exact(b, e, 1e-5, 1e-5);
+        assert_true(full == 1 ? b->chunks == chunks : b->chunks < chunks);
+    }
+    free(e);
+    bench_close(b);
+}
+
 static void without_a_teacher_the_label_decides(void **state)
 {
     (void)state;
@@ -741,6 +779,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(every_term_is_exact_to_fp32),
         cmocka_unit_test(what_is_outside_may_be_kept),
         cmocka_unit_test(training_may_leave_the_other_columns),
+        cmocka_unit_test(more_teachers_make_fewer_chunks),
         cmocka_unit_test(without_a_teacher_the_label_decides),
         cmocka_unit_test(gradients_are_slopes),
         cmocka_unit_test(bf16_is_near),

@@ -119,6 +119,13 @@ static const void *trained_table(const struct step *step, const char *name, floa
     return (unsigned char *)step->weights + (size_t)param->offset * dtype_size(compute_type(s));
 }
 
+// Of EAGLE-3 that compares the kept columns alone: as many teachers as have room with a student for each ttt_step.
+static int64_t teacher_rows(const struct step_setup *s)
+{
+    int64_t steps = s->sizes->block_size;
+    return s->execution->chunk_rows * s->sizes->vocab / (s->sizes->draft_vocab * (steps + 1));
+}
+
 // The draft vocabulary, and the heads that are trained, where there are such.
 static void plan_student(const struct step *step, struct loss_options *loss)
 {
@@ -132,6 +139,8 @@ static void plan_student(const struct step *step, struct loss_options *loss)
             .mask_outside = s->config->loss.out_of_vocab == OUT_OF_VOCAB_MASKED,
             .full_in_training = s->config->loss.full_vocab_metrics,
         };
+    if (has_map(s) && s->sizes->kind == DRAFTER_EAGLE3)
+        loss->teacher_rows = teacher_rows(s);
     if (s->sizes->trainable_head)
         loss->student_head = trained_table(step, "lm_head.weight", &loss->dhead);
     if (s->sizes->markov_rank == 0)
