@@ -93,6 +93,7 @@ CALL(rms_norm_backward, rms_norm)
 CALL(norm_rope_forward, norm_rope)
 CALL(norm_rope_backward, norm_rope)
 CALL(norm_chain, norm_chain)
+CALL(norm_chain_backward, norm_chain_backward)
 CALL(norm_split, norm_split)
 CALL(swiglu_forward, swiglu)
 CALL(swiglu_backward, swiglu)
@@ -474,6 +475,29 @@ static void bind_feature_norm(struct bench *bench, const struct sizes *s, struct
     job->call = call_norm_chain;
 }
 
+// Back from a step's normed input to the output of the step before.
+static void bind_previous_step(struct bench *bench, const struct sizes *s, struct job *job)
+{
+    int64_t count = s->t * s->h;
+    job->op.norm_chain_backward =
+        (struct norm_chain_gradient){.rows = s->t,
+                                     .width = s->h,
+                                     .type = bench->type,
+                                     .x = bench_take_in(bench, DTYPE_F32, count),
+                                     .weight = bench_take_in(bench, DTYPE_F32, s->h),
+                                     .rstd = take_positive(bench, s->t),
+                                     .second_weight = bench_take_in(bench, DTYPE_F32, s->h),
+                                     .second_rstd = take_positive(bench, s->t),
+                                     .dsecond = bench_take_in(bench, bench->type, count),
+                                     .dy = bench_take_in(bench, bench->type, count),
+                                     .more = bench_take_in(bench, bench->type, count),
+                                     .dx = bench_take_out(bench, bench->type, count),
+                                     .dweight = take_changed(bench, DTYPE_F32, s->h),
+                                     .second_dweight = take_changed(bench, DTYPE_F32, s->h),
+                                     .scratch = take(bench, DTYPE_F32, RMS_NORM_PARTS * s->h)};
+    job->call = call_norm_chain_backward;
+}
+
 // A feature's columns of fc.
 static void bind_norm_split(struct bench *bench, const struct sizes *s, struct job *job)
 {
@@ -742,6 +766,7 @@ const struct row bench_rows[] = {
     {"context_load", "float8", bind_float8_context},
     {"norm_chain", "step", bind_next_step},
     {"norm_chain", "feature", bind_feature_norm},
+    {"norm_chain_backward", "step", bind_previous_step},
     {"norm_split", "fc", bind_norm_split},
     {"gather_sum", "tokens", bind_gather_sum},
     {"diagonal_forward", "steps", bind_diagonal_forward},

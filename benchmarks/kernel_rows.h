@@ -58,6 +58,7 @@ struct job {
         struct rms_norm rms_norm;
         struct norm_rope norm_rope;
         struct norm_chain norm_chain;
+        struct norm_chain_gradient norm_chain_backward;
         struct norm_split norm_split;
         struct swiglu swiglu;
         struct gather_rows gather_rows;

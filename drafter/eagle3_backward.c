@@ -267,6 +267,33 @@ static void *norm_backward(const struct eagle3 *e, const struct backend *backend
     return dhidden;
 }
 
+// From what a step's products left in dnorm, and from mid, through the norm of its input and the final norm of the
+// step before: that step's gradient of the last layer's output, in the place of its hidden state's.
+static void chain_backward(const struct eagle3 *e, const struct backend *backend,
+                           struct stream *stream, const struct eagle3_pass *p)
+{
+    const struct eagle3_buffers *b = e->buffers;
+    const struct layer_tensor *second = &e->layers[0].norm1;
+    int64_t h = e->options.sizes->hidden, at = (p->step - 1) * e->count;
+    void *dhidden = gradient_of_step(e, p->step - 1);
+    backend->kernels->norm_chain_backward(
+        stream, &(struct norm_chain_gradient){.rows = e->count,
+                                              .width = h,
+                                              .type = e->options.compute,
+                                              .x = b->last + at * h,
+                                              .weight = b->norm.weight,
+                                              .rstd = b->last_rstd + at,
+                                              .second_weight = second->weight,
+                                              .second_rstd = p->at.rstd1,
+                                              .dsecond = b->dnorm,
+                                              .dy = dhidden,
+                                              .more = p->dmid,
+                                              .dx = dhidden,
+                                              .dweight = b->norm.grad,
+                                              .second_dweight = second->grad,
+                                              .scratch = e->ops.norm_scratch});
+}
+
 // The context, whose keys' and values' gradients are complete: the last layer's keys and values, then the
 // layers before it, then what they are made of.
 static void context_backward(struct eagle3 *e, const struct backend *backend, struct stream *stream)
@@ -379,25 +406,37 @@ static void weights_backward(struct eagle3 *e, const struct backend *backend, st
     e->fresh_keys = false;
 }
 
+// From the gradient of a step's normed input to that of the last layer's output of the step before, which the step
+// read under the final norm or as it is.
+static void to_step_before(const struct eagle3 *e, const struct backend *backend,
+                           struct stream *stream, const struct eagle3_pass *p)
+{
+    const struct drafter_sizes *s = e->options.sizes;
+    if (s->norm_output && !s->norm_before_residual) {
+        chain_backward(e, backend, stream, p);
+        return;
+    }
+    if (!s->norm_output)
+        norm_backward(e, backend, stream, p->step - 1, NULL);
+    input_backward(e, backend, stream, p);
+    if (s->norm_output)
+        norm_backward(e, backend, stream, p->step - 1, NULL);
+}
+
 // The one layer, whose weights' gradients wait for all steps. Returns the gradient of step 0's input.
 static void *waiting_steps_backward(struct eagle3 *e, const struct backend *backend,
                                     struct stream *stream, bool last)
 {
-    bool norm_output = e->options.sizes->norm_output;
     struct eagle3_pass pass = eagle3_step_pass(e, 0, 0);
+    norm_backward(e, backend, stream, e->steps - 1, NULL);
     for (int64_t i = e->steps - 1; i >= 0; i--) {
-        // What the next step read is the norm's output, or its input.
-        if (norm_output || i == e->steps - 1)
-            norm_backward(e, backend, stream, i, NULL);
-        if (!norm_output && i > 0)
-            norm_backward(e, backend, stream, i - 1, NULL);
         if (i == 0)
             tell_final(e, last, e->options.params->parts - 1);
         pass = eagle3_step_pass(e, 0, i);
         eagle3_pass_recompute(e, backend, stream, &pass);
         to_products(e, backend, stream, &pass);
         if (i > 0)
-            input_backward(e, backend, stream, &pass);
+            to_step_before(e, backend, stream, &pass);
     }
     weights_backward(e, backend, stream);
     embedding_part(e, backend, stream);

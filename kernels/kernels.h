@@ -30,6 +30,7 @@ extern "C" {
     X(norm_rope_forward)                                                                           \
     X(norm_rope_backward)                                                                          \
     X(norm_chain)                                                                                  \
+    X(norm_chain_backward)                                                                         \
     X(norm_split)                                                                                  \
     X(swiglu_forward)                                                                              \
     X(swiglu_backward)                                                                             \

@@ -1,5 +1,5 @@
 // RMS norm (rms_norm.h) of rows that lie apart, in fp32 and rounded, and a second norm of the first one's fp32 output:
-// what a step of EAGLE-3 hands to the next one. Outputs lie apart from x and from each other.
+// what a step of EAGLE-3 hands to the next one. Outputs lie apart from x and from each other. And back.
 #ifndef KERNELS_NORM_CHAIN_H
 #define KERNELS_NORM_CHAIN_H
 
@@ -25,8 +25,24 @@ struct norm_chain {
     float *second_rstd;         // [rows]
 };
 
+// Of both norms, x in fp32: y is made again from x, and its gradient is dy, more, and what dsecond gives.
+struct norm_chain_gradient {
+    int64_t rows, width;
+    enum dtype type;                          // of all gradients
+    const float *x;                           // [rows, width]
+    const float *weight, *rstd;               // [width], [rows] of the first norm
+    const float *second_weight, *second_rstd; // of the second
+    const void *dsecond;                      // [rows, width]
+    const void *dy, *more;                    // [rows, width]
+    void *dx;                                 // [rows, width]; may be dy or more
+    float *dweight, *second_dweight;          // [width], added to
+    float *scratch; // [RMS_NORM_PARTS, width], for deterministic column sums
+};
+
 typedef void norm_chain_fn(struct stream *stream, const struct norm_chain *op);
+typedef void norm_chain_backward_fn(struct stream *stream, const struct norm_chain_gradient *op);
 norm_chain_fn norm_chain_cpu, norm_chain_cuda;
+norm_chain_backward_fn norm_chain_backward_cpu, norm_chain_backward_cuda;
 
 #ifdef __cplusplus
 }

@@ -13,6 +13,8 @@
 #define ROUND_BF16 {0.0, 0x1.01p-8, 1e-5}, "one rounding to bf16"
 #define ROW_F32    {2e-6, 3e-6, 1e-12}, "a dozen fp32 operations on values near 1, a sum in lanes"
 #define ROW_BF16   {1e-5, 0x1.04p-8, 1e-5}, "one rounding to bf16 after fp32"
+#define TWO_NORMS_F32                                                                              \
+    {1e-5, 5e-6, 1e-11}, "as ROW_F32, twice over, values up to some tens on the way"
 // Sums of k standard normal products: partial sums near sqrt(k) are rounded in blocks of at most 256;
 // five standard deviations of that.
 #define SUM_F32(k_root) {2e-6 * (k_root), 2e-6, 1e-12}, "fp32 sums of k products, sqrt(k) in atol"
@@ -185,6 +187,19 @@ const struct kernel_case kernel_cases[] = {
     {"norm_chain", {5, 1031, 0}, DTYPE_BF16, CASE_STRIDED, 3270, ROW_BF16},
     {"norm_chain", {5, 5120, 2}, DTYPE_BF16, CASE_TO_F32 | CASE_UNALIGNED, 3271, ROW_BF16},
     {"norm_chain", {2, 20480, 2}, DTYPE_BF16, 0, 3272, ROW_BF16},
+
+    {"norm_chain_backward", {1, 3}, DTYPE_F32, 0, 3280, TWO_NORMS_F32},
+    {"norm_chain_backward", {7, 257}, DTYPE_F32, CASE_IN_PLACE, 3281, TWO_NORMS_F32},
+    {"norm_chain_backward", {130, 512}, DTYPE_F32, 0, 3282, TWO_NORMS_F32},
+    {"norm_chain_backward", {5, 4096}, DTYPE_F32, CASE_IN_PLACE, 3283, TWO_NORMS_F32},
+    {"norm_chain_backward", {7, 257}, DTYPE_BF16, 0, 3284, ROW_BF16},
+    {"norm_chain_backward", {33, 520}, DTYPE_BF16, CASE_IN_PLACE, 3285, ROW_BF16},
+    {"norm_chain_backward", {128, 2048}, DTYPE_BF16, 0, 3286, ROW_BF16},
+    {"norm_chain_backward", {259, 4096}, DTYPE_BF16, CASE_IN_PLACE, 3287, ROW_BF16},
+    {"norm_chain_backward", {131, 5120}, DTYPE_BF16, 0, 3288, ROW_BF16},
+    {"norm_chain_backward", {19, 8192}, DTYPE_BF16, CASE_IN_PLACE, 3289, ROW_BF16},
+    {"norm_chain_backward", {7, 4096}, DTYPE_BF16, CASE_UNALIGNED, 3290, ROW_BF16},
+    {"norm_chain_backward", {3, 10248}, DTYPE_BF16, CASE_IN_PLACE, 3291, ROW_BF16},
 
     {"norm_split", {1, 1}, DTYPE_F32, 0, 3240, SUM_F32(1)},
     {"norm_split", {15, 513}, DTYPE_F32, CASE_ADD | CASE_STRIDED, 3241, SUM_F32(4)},

@@ -107,6 +107,33 @@ static void rms_norm(void **state)
     }
 }
 
+// dy and more on the first norm's output, dsecond on the second's.
+static double norm_chain_value(struct check *check)
+{
+    const struct kernel_run *run = &check->run;
+    int64_t rows = check->c.shape[0], width = check->c.shape[1];
+    double sum = 0.0, *second = check->y + rows * width;
+    naive_rms_norm(rows, width, 1e-6, 0.0, run_value(run, "x"), run_value(run, "weight"), check->y,
+                   NULL);
+    naive_rms_norm(rows, width, 1e-6, 0.0, check->y, run_value(run, "second_weight"), second, NULL);
+    for (int64_t i = 0; i < rows * width; i++)
+        sum += run_value(run, "dsecond")[i] * second[i] +
+               (run_value(run, "dy")[i] + run_value(run, "more")[i]) * check->y[i];
+    return sum;
+}
+
+static void norm_chain(void **state)
+{
+    (void)state;
+    struct check check = {.c = {"norm_chain_backward", {3, 7}, DTYPE_F32, 0, 8, {0}, ""},
+                          .value = norm_chain_value};
+    check_open(&check, 2 * 21);
+    check_gradient(&check, "x", "dx");
+    check_gradient(&check, "weight", "dweight");
+    check_gradient(&check, "second_weight", "second_dweight");
+    check_close(&check);
+}
+
 // y M^T with y = n w, for sums = dz^T n.
 static double norm_split_value(struct check *check)
 {
@@ -259,9 +286,9 @@ static void softmax_loss(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(rms_norm),   cmocka_unit_test(norm_rope), cmocka_unit_test(swiglu),
-        cmocka_unit_test(attention),  cmocka_unit_test(diagonal),  cmocka_unit_test(softmax_loss),
-        cmocka_unit_test(norm_split),
+        cmocka_unit_test(rms_norm),   cmocka_unit_test(norm_rope),  cmocka_unit_test(swiglu),
+        cmocka_unit_test(attention),  cmocka_unit_test(diagonal),   cmocka_unit_test(softmax_loss),
+        cmocka_unit_test(norm_split), cmocka_unit_test(norm_chain),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -713,6 +713,8 @@ static const struct kernel_op ops[] = {
     {"norm_rope_backward", norm_rope_backward_build, norm_rope_backward_expect,
      norm_rope_backward_call, no_flops},
     {"norm_chain", norm_chain_build, norm_chain_expect, norm_chain_call, no_flops},
+    {"norm_chain_backward", norm_chain_backward_build, norm_chain_backward_expect,
+     norm_chain_backward_call, no_flops},
     {"norm_split", norm_split_build, norm_split_expect, norm_split_call, no_flops},
     {"swiglu_forward", swiglu_build, swiglu_expect, swiglu_call, no_flops},
     {"swiglu_backward", swiglu_backward_build, swiglu_backward_expect, swiglu_backward_call,

@@ -1,4 +1,5 @@
 // Owns how norms behind each other, and the gradients of a matrix and of the norm before it, are tested.
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -64,6 +65,79 @@ void norm_chain_call(const struct kernel_case *c, struct kernel_run *run)
                             .second = run_device(run, "second"),
                             .second_rstd = run_device(run, "second_rstd")};
     run->backend->kernels->norm_chain(run->stream, &op);
+}
+
+// norm_chain_backward: rows, width; IN_PLACE (on dy)
+void norm_chain_backward_build(const struct kernel_case *c, struct kernel_run *run)
+{
+    int64_t rows = c->shape[0], width = c->shape[1];
+    run_add_normal(run, "x", TENSOR_IN, DTYPE_F32, rows, width, 2.0);
+    run_add_normal(run, "weight", TENSOR_IN, DTYPE_F32, 1, width, 1.0);
+    run_add_normal(run, "second_weight", TENSOR_IN, DTYPE_F32, 1, width, 1.0);
+    run_add_normal(run, "dsecond", TENSOR_IN, c->type, rows, width, 1.0);
+    run_add_normal(run, "dy", TENSOR_IN, c->type, rows, width, 1.0);
+    run_add_normal(run, "more", TENSOR_IN, c->type, rows, width, 1.0);
+    run_add(run, "rstd", TENSOR_IN, DTYPE_F32, rows, 1);
+    run_add(run, "second_rstd", TENSOR_IN, DTYPE_F32, rows, 1);
+    double *y = memory_alloc((size_t)(rows * width), sizeof(*y));
+    naive_rms_norm(rows, width, chain_eps, 0.0, run_value(run, "x"), run_value(run, "weight"), y,
+                   run_value(run, "rstd"));
+    double *second = memory_alloc((size_t)(rows * width), sizeof(*second));
+    naive_rms_norm(rows, width, chain_eps, 0.0, y, run_value(run, "second_weight"), second,
+                   run_value(run, "second_rstd"));
+    free(second);
+    free(y);
+    struct kernel_tensor *dx = run_add(run, "dx", TENSOR_OUT, c->type, rows, width);
+    if (kernel_case_has(c, CASE_IN_PLACE))
+        dx->alias = "dy";
+    // Sums over rows of products near 1, those of the first norm of two or three terms.
+    run_add_normal(run, "dweight", TENSOR_CHANGED, DTYPE_F32, 1, width, 1.0)->extra =
+        4e-6 * sqrt((double)rows);
+    run_add_normal(run, "second_dweight", TENSOR_CHANGED, DTYPE_F32, 1, width, 1.0)->extra =
+        2e-6 * sqrt((double)rows);
+    run_add(run, "scratch", TENSOR_SCRATCH, DTYPE_F32, RMS_NORM_PARTS, width);
+}
+
+void norm_chain_backward_expect(const struct kernel_case *c, struct kernel_run *run)
+{
+    int64_t rows = c->shape[0], width = c->shape[1];
+    const struct kernel_tensor *dweight = run_find(run, "dweight"),
+                               *second = run_find(run, "second_dweight");
+    double *y = memory_alloc((size_t)(rows * width), sizeof(*y)),
+           *dy = memory_alloc((size_t)(rows * width), sizeof(*dy));
+    memcpy(dweight->expected, dweight->value, (size_t)width * sizeof(double));
+    memcpy(second->expected, second->value, (size_t)width * sizeof(double));
+    naive_rms_norm(rows, width, chain_eps, 0.0, run_value(run, "x"), run_value(run, "weight"), y,
+                   NULL);
+    naive_rms_norm_backward(rows, width, chain_eps, 0.0, y, run_value(run, "second_weight"),
+                            run_value(run, "dsecond"), dy, second->expected);
+    for (int64_t i = 0; i < rows * width; i++)
+        dy[i] += run_value(run, "dy")[i] + run_value(run, "more")[i];
+    naive_rms_norm_backward(rows, width, chain_eps, 0.0, run_value(run, "x"),
+                            run_value(run, "weight"), dy, run_expected(run, "dx"),
+                            dweight->expected);
+    free(dy);
+    free(y);
+}
+
+void norm_chain_backward_call(const struct kernel_case *c, struct kernel_run *run)
+{
+    struct norm_chain_gradient op = {.rows = c->shape[0],
+                                     .width = c->shape[1],
+                                     .type = c->type,
+                                     .x = run_device(run, "x"),
+                                     .weight = run_device(run, "weight"),
+                                     .rstd = run_device(run, "rstd"),
+                                     .second_weight = run_device(run, "second_weight"),
+                                     .second_rstd = run_device(run, "second_rstd"),
+                                     .dsecond = run_device(run, "dsecond"),
+                                     .dy = run_device(run, "dy"),
+                                     .more = run_device(run, "more"),
+                                     .dx = run_device(run, "dx"),
+                                     .dweight = run_device(run, "dweight"),
+                                     .second_dweight = run_device(run, "second_dweight"),
+                                     .scratch = run_device(run, "scratch")};
+    run->backend->kernels->norm_chain_backward(run->stream, &op);
 }
 
 // norm_split: rows, width; ADD, STRIDED
