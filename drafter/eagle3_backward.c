@@ -93,11 +93,13 @@ static void mlp_backward(const struct eagle3 *e, const struct backend *backend,
     weight_backward(e, backend, stream, p, p->at.gate_up, p->at.n2, &layer->gate_up);
     layer_input_backward(&e->ops, backend, stream, p->rows, p->at.gate_up, &layer->gate_up,
                          b->dnorm);
-    if (p->dmid != p->dout)
-        backend->copy(stream, p->dmid, p->dout,
-                      (size_t)(p->rows * e->options.sizes->hidden) * dtype_size(type));
-    layer_norm_backward(&e->ops, backend, stream, p->rows, p->at.mid, DTYPE_F32, p->at.rstd2,
-                        &layer->norm2, b->dnorm, p->dmid, true);
+    struct rms_norm norm =
+        layer_norm(&e->ops, p->rows, p->at.mid, DTYPE_F32, &layer->norm2, NULL, p->at.rstd2);
+    norm.dy = b->dnorm;
+    norm.dx = p->dmid;
+    norm.dx_add = true;
+    norm.dx_from = p->dmid != p->dout ? p->dout : NULL;
+    backend->kernels->rms_norm_backward(stream, &norm);
 }
 
 // Gradients of queries, and of all keys and values that they see.

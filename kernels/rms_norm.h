@@ -24,11 +24,12 @@ struct rms_norm {
     float *rstd;         // [rows] written forward (NULL: not kept), read backward
 
     // backward only
-    const void *dy; // [rows, width]
-    void *dx;       // [rows, width]; may be dy when dx_add is false
-    bool dx_add;    // dx += instead of dx =
-    float *dweight; // [width], added to; NULL: frozen
-    float *scratch; // [RMS_NORM_PARTS, width] fp32, for deterministic column sums
+    const void *dy;      // [rows, width]
+    void *dx;            // [rows, width]; may be dy when dx_add is false
+    bool dx_add;         // dx += instead of dx =
+    float *dweight;      // [width], added to; NULL: frozen
+    float *scratch;      // [RMS_NORM_PARTS, width] fp32, for deterministic column sums
+    const void *dx_from; // [rows, width] what dx_add adds to, apart from dx; NULL: dx
 };
 enum { RMS_NORM_PARTS = 256 };
 

@@ -91,6 +91,8 @@ static void backward_row(const struct rms_norm *norm, int64_t row, float *dweigh
     const void *x = row_at(norm->x, norm->x_type, row, norm->width);
     const void *dy = row_at(norm->dy, norm->type, row, norm->width);
     void *dx = row_of(norm->dx, norm->type, row, norm->width);
+    const void *from =
+        norm->dx_from != NULL ? row_at(norm->dx_from, norm->type, row, norm->width) : dx;
     double rstd = (double)norm->rstd[row];
     float c = (float)(row_projection(norm, x, dy) * rstd * rstd / (double)norm->width);
     for (int64_t first = 0; first < norm->width; first += PIECE) {
@@ -100,7 +102,7 @@ static void backward_row(const struct rms_norm *norm, int64_t row, float *dweigh
         piece_load(p.dy, dy, norm->type, first, n);
         load_scale(p.scale, norm, first, n);
         if (norm->dx_add)
-            piece_load(p.dx, dx, norm->type, first, n);
+            piece_load(p.dx, from, norm->type, first, n);
         else
             memset(p.dx, 0, sizeof(p.dx));
         backward_piece(&p, norm->rstd[row], c, dweight != NULL ? dweight + first : NULL, n);

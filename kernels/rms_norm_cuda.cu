@@ -29,7 +29,8 @@ static struct row_plan row_plan_make(const struct rms_norm *op, int n, int most_
                                      int few_threads, int most_threads)
 {
     bool aligned = packs_at(op->x) && packs_at(op->weight) && packs_at(op->y) && packs_at(op->dy) &&
-                   packs_at(op->dx) && packs_at(op->scratch) && packs_in(op->width, n);
+                   packs_at(op->dx) && packs_at(op->dx_from) && packs_at(op->scratch) &&
+                   packs_in(op->width, n);
     struct row_plan plan = {0, 0, 0};
     if (!aligned || op->width / n > (int64_t)most_each * most_threads)
         return plan;
@@ -189,8 +190,11 @@ struct backward_plan {
     float inverse_width;
 };
 
+// What the gradient is added to.
+enum { ADD_NONE, ADD_DX, ADD_FROM };
+
 // What backward_kernel is made for.
-template <typename X_, typename Type_, int EACH_, bool ADD_> struct backward_of {
+template <typename X_, typename Type_, int EACH_, int ADD_> struct backward_of {
     typedef X_ X;
     typedef Type_ Type;
     enum {
@@ -199,7 +203,7 @@ template <typename X_, typename Type_, int EACH_, bool ADD_> struct backward_of 
         N = pack_of<X, Type>::N,
         X_BYTES = N * sizeof(X), // of a pack
         BYTES = N * sizeof(Type),
-        STAGE_BYTES = EACH * (X_BYTES + BYTES + (ADD ? (int)BYTES : 0)) // of a thread
+        STAGE_BYTES = EACH * (X_BYTES + BYTES + (ADD != ADD_NONE ? (int)BYTES : 0)) // of a thread
     };
 };
 
@@ -261,9 +265,10 @@ static __device__ __forceinline__ void row_send(const struct rms_norm &op,
                              (const typename B::X *)op.x + element);
         own_copy<B::BYTES>(own_place<B>(stage, e, ARRAY_DY),
                            (const typename B::Type *)op.dy + element);
-        if (B::ADD)
+        if (B::ADD != ADD_NONE)
             own_copy<B::BYTES>(own_place<B>(stage, e, ARRAY_DX),
-                               (const typename B::Type *)op.dx + element);
+                               (const typename B::Type *)(B::ADD == ADD_FROM ? op.dx_from : op.dx) +
+                                   element);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -331,7 +336,7 @@ row_finish(const struct columns<B> &x, const struct columns<B> &dy, const struct
 #pragma unroll
         for (int i = 0; i < B::N; i++)
             value[i] = rstd * (dy.value[e][i] - x.value[e][i] * c);
-        if constexpr (B::ADD) {
+        if constexpr (B::ADD != ADD_NONE) {
             struct pack<typename B::Type, B::N> old =
                 pack_load<B::N>((const typename B::Type *)own_place<B>(stage, e, ARRAY_DX));
 #pragma unroll
@@ -455,7 +460,7 @@ static __global__ void __launch_bounds__(BACKWARD_THREADS)
 }
 
 // Returns the number of parts, each the work of one CTA; 0: the rows are too long for a stage.
-template <typename X, typename Type, int EACH, bool ADD>
+template <typename X, typename Type, int EACH, int ADD>
 static int64_t backward_start(struct stream *stream, const struct rms_norm *op,
                               const struct row_plan &row)
 {
@@ -484,8 +489,10 @@ template <typename X, typename Type, int EACH>
 static int64_t backward_packs(struct stream *stream, const struct rms_norm *op,
                               const struct row_plan &row)
 {
-    return op->dx_add ? backward_start<X, Type, EACH, true>(stream, op, row)
-                      : backward_start<X, Type, EACH, false>(stream, op, row);
+    if (!op->dx_add)
+        return backward_start<X, Type, EACH, ADD_NONE>(stream, op, row);
+    return op->dx_from == NULL ? backward_start<X, Type, EACH, ADD_DX>(stream, op, row)
+                               : backward_start<X, Type, EACH, ADD_FROM>(stream, op, row);
 }
 
 // Returns the number of parts. Each is the work of one CTA.
@@ -505,6 +512,10 @@ static int64_t backward_launch(struct stream *stream, const struct rms_norm *op)
         parts = backward_packs<X, Type, MOST_EACH>(stream, op, row);
     if (parts > 0)
         return parts;
+    if (op->dx_add && op->dx_from != NULL)
+        cuda_check(cudaMemcpyAsync(op->dx, op->dx_from,
+                                   (size_t)(op->rows * op->width) * sizeof(Type),
+                                   cudaMemcpyDeviceToDevice, stream->cuda));
     parts = divide_up(op->rows, size);
     backward_long_kernel<X, Type>
         <<<grid_size(parts), BACKWARD_THREADS, 0, stream->cuda>>>(*op, size);

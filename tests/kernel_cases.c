@@ -38,8 +38,9 @@
 #define ADAM              {1e-7, 1e-6, 1e-12}, "a dozen fp32 operations"
 #define SQUARES           {0.0, 1e-6, 1e-12}, "fp32 sums of 512 squares, the rest in fp64"
 
-#define TA CASE_TRANSPOSE_A
-#define TB CASE_TRANSPOSE_B
+#define TA   CASE_TRANSPOSE_A
+#define TB   CASE_TRANSPOSE_B
+#define FROM (CASE_ADD | CASE_FROM)
 
 const struct kernel_case kernel_cases[] = {
     {"gemm", {1, 1, 1}, DTYPE_F32, 0, 1, SUM_F32(1)},
@@ -134,6 +135,10 @@ const struct kernel_case kernel_cases[] = {
     {"rms_norm_backward", {3, 10248}, DTYPE_BF16, CASE_ADD, 315, ROW_BF16},
     {"rms_norm_backward", {2111, 40}, DTYPE_F32, CASE_IN_PLACE, 316, ROW_F32},
     {"rms_norm_backward", {2111, 72}, DTYPE_BF16, CASE_ADD, 317, ROW_BF16},
+    {"rms_norm_backward", {17, 513}, DTYPE_F32, FROM, 3300, ROW_F32},
+    {"rms_norm_backward", {259, 4096}, DTYPE_BF16, CASE_TO_F32 | FROM, 3301, ROW_BF16},
+    {"rms_norm_backward", {7, 1031}, DTYPE_BF16, CASE_TO_F32 | FROM, 3302, ROW_BF16},
+    {"rms_norm_backward", {19, 5120}, DTYPE_BF16, FROM, 3303, ROW_BF16},
 
     {"norm_rope_forward", {1, 1, 2}, DTYPE_F32, 0, 50, ROW_F32},
     {"norm_rope_forward", {7, 3, 6}, DTYPE_F32, CASE_STRIDED, 51, ROW_F32},
@@ -190,10 +195,8 @@ const struct kernel_case kernel_cases[] = {
 
     {"norm_chain_backward", {1, 3}, DTYPE_F32, 0, 3280, TWO_NORMS_F32},
     {"norm_chain_backward", {7, 257}, DTYPE_F32, CASE_IN_PLACE, 3281, TWO_NORMS_F32},
-    {"norm_chain_backward", {130, 512}, DTYPE_F32, 0, 3282, TWO_NORMS_F32},
     {"norm_chain_backward", {5, 4096}, DTYPE_F32, CASE_IN_PLACE, 3283, TWO_NORMS_F32},
     {"norm_chain_backward", {7, 257}, DTYPE_BF16, 0, 3284, ROW_BF16},
-    {"norm_chain_backward", {33, 520}, DTYPE_BF16, CASE_IN_PLACE, 3285, ROW_BF16},
     {"norm_chain_backward", {128, 2048}, DTYPE_BF16, 0, 3286, ROW_BF16},
     {"norm_chain_backward", {259, 4096}, DTYPE_BF16, CASE_IN_PLACE, 3287, ROW_BF16},
     {"norm_chain_backward", {131, 5120}, DTYPE_BF16, 0, 3288, ROW_BF16},
@@ -749,7 +752,7 @@ void kernel_case_name(const struct kernel_case *c, char name[CASE_NAME])
         "in_place",    "add",         "frozen",     "offset",    "no_norm", "causal",
         "window",      "normal",      "uniform",    "blank",     "scaled",  "no_teacher",
         "no_gradient", "excluded",    "bench",      "unaligned", "sorted",  "not_finite",
-        "odd",         "float8",      "row_scaled", "fresh",
+        "odd",         "float8",      "row_scaled", "fresh",     "from",
     };
     int dimensions = 6, at;
     while (dimensions > 1 && c->shape[dimensions - 1] == 0)

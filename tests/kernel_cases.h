@@ -37,6 +37,7 @@ enum case_flags {
     CASE_FLOAT8 = 1 << 25,     // e4m3 codes with a scale
     CASE_ROW_SCALED = 1 << 26, // a scale for each row, row 0's 0 with inf in it
     CASE_FRESH = 1 << 27,      // gradients of keys are written instead of added
+    CASE_FROM = 1 << 28,       // with ADD: to what lies in another place
 };
 
 struct kernel_case {

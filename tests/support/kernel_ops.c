@@ -88,7 +88,7 @@ static double gemm_flops(const struct kernel_case *c)
     return 2.0 * (double)c->shape[0] * (double)c->shape[1] * (double)c->shape[2];
 }
 
-// rms_norm: rows, width; OFFSET, IN_PLACE, FROZEN, TO_F32 (x in fp32), backward also ADD
+// rms_norm: rows, width; OFFSET, IN_PLACE, FROZEN, TO_F32 (x in fp32), backward also ADD, FROM
 static const double norm_eps = 1e-6;
 
 static double norm_offset(const struct kernel_case *c)
@@ -135,7 +135,8 @@ static struct rms_norm rms_norm_op(const struct kernel_case *c, const struct ker
                              .dx = run_device(run, "dx"),
                              .dx_add = kernel_case_has(c, CASE_ADD),
                              .dweight = run_device(run, "dweight"),
-                             .scratch = run_device(run, "scratch")};
+                             .scratch = run_device(run, "scratch"),
+                             .dx_from = run_device(run, "dx_from")};
 }
 
 static void rms_norm_call(const struct kernel_case *c, struct kernel_run *run)
@@ -155,11 +156,13 @@ static void rms_norm_backward_build(const struct kernel_case *c, struct kernel_r
     naive_rms_norm(rows, width, norm_eps, 0.0, run_value(run, "x"), run_value(run, "weight"), y,
                    run_value(run, "rstd"));
     free(y);
+    bool from = kernel_case_has(c, CASE_FROM), add = kernel_case_has(c, CASE_ADD) && !from;
     struct kernel_tensor *dx =
-        run_add_normal(run, "dx", kernel_case_has(c, CASE_ADD) ? TENSOR_CHANGED : TENSOR_OUT,
-                       c->type, rows, width, 1.0);
+        run_add_normal(run, "dx", add ? TENSOR_CHANGED : TENSOR_OUT, c->type, rows, width, 1.0);
     if (kernel_case_has(c, CASE_IN_PLACE))
         dx->alias = "dy";
+    if (from)
+        run_add_normal(run, "dx_from", TENSOR_IN, c->type, rows, width, 1.0);
     if (kernel_case_has(c, CASE_FROZEN))
         return;
     struct kernel_tensor *dweight =
@@ -176,8 +179,9 @@ static void rms_norm_backward_expect(const struct kernel_case *c, struct kernel_
     naive_rms_norm_backward(c->shape[0], c->shape[1], norm_eps, norm_offset(c), run_value(run, "x"),
                             run_value(run, "weight"), run_value(run, "dy"), dx->expected,
                             dweight != NULL ? dweight->expected : NULL);
+    const double *added = kernel_case_has(c, CASE_FROM) ? run_value(run, "dx_from") : dx->value;
     for (int64_t i = 0; i < c->shape[0] * c->shape[1] && kernel_case_has(c, CASE_ADD); i++)
-        dx->expected[i] += dx->value[i];
+        dx->expected[i] += added[i];
 }
 
 static void rms_norm_backward_call(const struct kernel_case *c, struct kernel_run *run)
