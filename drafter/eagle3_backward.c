@@ -446,18 +446,38 @@ static void *waiting_steps_backward(struct eagle3 *e, const struct backend *back
     return pass.dx;
 }
 
+// The gradient of step 0's input to the rows of the context that it was read from; the first group's overwrites all.
+static void to_context(const struct eagle3 *e, const struct backend *backend, struct stream *stream,
+                       const void *dx)
+{
+    const struct eagle3_buffers *b = e->buffers;
+    enum dtype type = e->options.compute;
+    int64_t tokens = e->input.row->tokens, h = e->options.sizes->hidden;
+    if (!e->first_group) {
+        add_rows(backend, stream, e->count, h, dx, type, b->position, b->dx_context, type, tokens,
+                 h);
+        return;
+    }
+    backend->kernels->scatter_rows(stream, &(struct scatter_rows){.rows = e->count,
+                                                                  .width = h,
+                                                                  .in = dx,
+                                                                  .in_type = type,
+                                                                  .out_type = type,
+                                                                  .index = b->position,
+                                                                  .out = b->dx_context,
+                                                                  .out_rows = tokens});
+}
+
 void eagle3_group_backward(struct eagle3 *e, const struct backend *backend, struct stream *stream,
                            bool last)
 {
     const struct drafter_options *o = &e->options;
-    const struct eagle3_buffers *b = e->buffers;
     BUG_UNLESS(o->training);
     void *dx = eagle3_waits(e) ? waiting_steps_backward(e, backend, stream, last)
                                : steps_backward(e, backend, stream, last);
-    e->first_group = false;
     tell_final(e, last, eagle3_rest_part(o->sizes->layers - 1));
-    add_rows(backend, stream, e->count, o->sizes->hidden, dx, o->compute, b->position,
-             b->dx_context, o->compute, e->input.row->tokens, o->sizes->hidden);
+    to_context(e, backend, stream, dx);
+    e->first_group = false;
     if (last)
         context_backward(e, backend, stream);
 }

@@ -247,8 +247,6 @@ static void clear_gradients(const struct eagle3 *e, const struct backend *backen
     if (!eagle3_waits(e)) // else the first group overwrites it
         backend->zero(stream, e->buffers->dembed_part,
                       tokens * (size_t)e->buffers->embed_qkv.rows * sizeof(float));
-    backend->zero(stream, e->buffers->dx_context,
-                  tokens * (size_t)o->sizes->hidden * dtype_size(o->compute));
 }
 
 void eagle3_context_forward(struct eagle3 *e, const struct backend *backend, struct stream *stream,
