@@ -89,16 +89,16 @@ void loss_full_columns(struct loss *loss, const struct backend *backend, struct 
     unsigned char *other = teacher;
     other += (size_t)(chunk->teachers * kept) * dtype_size(o->logits);
     loss_product(loss, backend, stream, chunk->teachers, loss->teacher, head, others, other);
-    backend->kernels->vocab_scan(stream,
-                                 &(struct vocab_scan){.rows = chunk->teachers,
-                                                      .kept = kept,
-                                                      .others = others,
-                                                      .logits_type = o->logits,
-                                                      .kept_logits = teacher,
-                                                      .other_logits = other,
-                                                      .ids = o->map.ids,
-                                                      .lse = loss->full_lse,
-                                                      .argmax = loss->full_argmax + chunk->first});
+    backend->kernels->vocab_scan(
+        stream, &(struct vocab_scan){.rows = chunk->teachers,
+                                     .kept = kept,
+                                     .others = others,
+                                     .logits_type = o->logits,
+                                     .kept_logits = teacher,
+                                     .other_logits = other,
+                                     .ids = o->map.ids,
+                                     .lse = loss->full_lse,
+                                     .argmax = loss->results.full_argmax + chunk->first});
 }
 
 void loss_full_results(struct loss *loss, const struct backend *backend, struct stream *stream,
@@ -115,15 +115,15 @@ void loss_full_results(struct loss *loss, const struct backend *backend, struct 
                                         .teacher = teacher,
                                         .teacher_row = rows,
                                         .teacher_lse = loss->full_lse,
-                                        .overlap = loss->full_overlap + chunk->first});
+                                        .overlap = loss->results.full_overlap + chunk->first});
     if (o->map.mask_outside && group->dhidden != NULL)
-        backend->kernels->mask_rows(stream,
-                                    &(struct mask_rows){.rows = chunk->rows,
-                                                        .kept = loss->width,
-                                                        .weight = loss->scale + chunk->first,
-                                                        .teacher_row = rows,
-                                                        .argmax = loss->full_argmax + chunk->first,
-                                                        .scale = loss->scale + chunk->first});
+        backend->kernels->mask_rows(
+            stream, &(struct mask_rows){.rows = chunk->rows,
+                                        .kept = loss->width,
+                                        .weight = loss->scale + chunk->first,
+                                        .teacher_row = rows,
+                                        .argmax = loss->results.full_argmax + chunk->first,
+                                        .scale = loss->scale + chunk->first});
 }
 
 void loss_clear_masked(struct loss *loss, const struct backend *backend, struct stream *stream,

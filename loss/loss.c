@@ -11,6 +11,28 @@ enum {
     LEAST_PART = 30000 // of shorter parts, to add the sums would cost more than 1 % of the product
 };
 
+static struct loss_results take_results(const struct loss *loss, struct arena *arena)
+{
+    int64_t rows = loss->options.group_rows;
+    struct loss_results results = {.kept = false};
+    results.stats = arena_take(arena, "loss", "stats", DTYPE_F32, STATS + LOSS_TERM_COUNT, rows, 1);
+    results.argmax = arena_take(arena, "loss", "argmax", DTYPE_I32, 2, rows, 1);
+    if (!loss_full_teacher(loss))
+        return results;
+    results.full_argmax = arena_take(arena, "loss", "full_argmax", DTYPE_I32, rows, 1, 1);
+    results.full_overlap = arena_take(arena, "loss", "full_overlap", DTYPE_F32, rows, 1, 1);
+    return results;
+}
+
+struct loss_results loss_plan_results(const struct loss_options *options, struct arena *arena)
+{
+    struct loss loss = {.options = *options, .width = options->vocab};
+    loss_map_plan(&loss);
+    struct loss_results results = take_results(&loss, arena);
+    results.kept = true;
+    return results;
+}
+
 void loss_plan(struct loss *loss, const struct loss_options *options, struct arena *arena)
 {
     const struct loss_config *c = options->config;
@@ -35,13 +57,11 @@ void loss_plan(struct loss *loss, const struct loss_options *options, struct are
     loss->gradient = arena_take(arena, "loss", "gradient", DTYPE_F32, rows, h, 1);
     loss->index = arena_take(arena, "loss", "index", DTYPE_I32, INDICES, rows, 1);
     loss->scale = arena_take(arena, "loss", "scale", DTYPE_F32, rows, 1, 1);
-    loss->stats = arena_take(arena, "loss", "stats", DTYPE_F32, STATS + LOSS_TERM_COUNT, rows, 1);
-    loss->argmax = arena_take(arena, "loss", "argmax", DTYPE_I32, 2, rows, 1);
-    if (loss_full_teacher(loss)) {
+    loss->results = options->results;
+    if (!options->results.kept)
+        loss->results = take_results(loss, arena);
+    if (loss_full_teacher(loss))
         loss->full_lse = arena_take(arena, "loss", "full_lse", DTYPE_F32, chunk, 1, 1);
-        loss->full_argmax = arena_take(arena, "loss", "full_argmax", DTYPE_I32, rows, 1, 1);
-        loss->full_overlap = arena_take(arena, "loss", "full_overlap", DTYPE_F32, rows, 1, 1);
-    }
     loss_markov_plan(loss, arena);
 }
 
@@ -246,7 +266,7 @@ static void chunk_softmax(struct loss *loss, const struct backend *backend, stru
     const struct loss_options *o = &loss->options;
     int64_t at = chunk->first, count = group->slot_count;
     const int32_t *index = loss->index + at;
-    float *stats = loss->stats + at;
+    float *stats = loss->results.stats + at;
     size_t ratio = dtype_size(o->logits) / dtype_size(o->compute);
     struct softmax_loss op = {.rows = chunk->rows,
                               .vocab = loss->width,
@@ -260,13 +280,13 @@ static void chunk_softmax(struct loss *loss, const struct backend *backend, stru
                               .gradient_type = o->compute,
                               .gradient_stride = loss->width * (int64_t)ratio,
                               .loss = stats + STAT_LOSS * count,
-                              .terms = loss->stats + STATS * count + at * LOSS_TERM_COUNT,
+                              .terms = loss->results.stats + STATS * count + at * LOSS_TERM_COUNT,
                               .student_lse = stats + STAT_STUDENT_LSE * count,
                               .teacher_lse = stats + STAT_TEACHER_LSE * count,
                               .overlap = stats + STAT_OVERLAP * count,
                               .confidence = stats + STAT_CONFIDENCE * count,
-                              .student_argmax = loss->argmax + at,
-                              .teacher_argmax = loss->argmax + count + at};
+                              .student_argmax = loss->results.argmax + at,
+                              .teacher_argmax = loss->results.argmax + count + at};
     for (int term = 0; term < LOSS_TERM_COUNT; term++)
         op.weight[term] = loss->weight[term];
     backend->kernels->softmax_loss(stream, &op);
@@ -390,23 +410,24 @@ static void chunk_run(struct loss *loss, const struct backend *backend, struct s
         loss_markov_gradient(loss, backend, stream, chunk);
 }
 
-// Statistics on their way to the host. What follows on the stream waits for them: it may overwrite them.
+// Statistics on their way to the host. What follows on the stream waits for them where it may overwrite them.
 static void send_results(struct loss *loss, const struct backend *backend, struct stream *stream,
                          const struct loss_group *group)
 {
     int64_t count = group->slot_count;
     backend->stream_wait(loss->copies, stream);
-    backend->copy_out(loss->copies, loss->h_stats, loss->stats,
-                      (size_t)(count * (STATS + LOSS_TERM_COUNT)) * sizeof(*loss->stats));
-    backend->copy_out(loss->copies, loss->h_argmax, loss->argmax,
-                      (size_t)(count * 2) * sizeof(*loss->argmax));
+    backend->copy_out(loss->copies, loss->h_stats, loss->results.stats,
+                      (size_t)(count * (STATS + LOSS_TERM_COUNT)) * sizeof(*loss->results.stats));
+    backend->copy_out(loss->copies, loss->h_argmax, loss->results.argmax,
+                      (size_t)(count * 2) * sizeof(*loss->results.argmax));
     if (loss_full_group(loss, group)) {
-        backend->copy_out(loss->copies, loss->h_full_argmax, loss->full_argmax,
-                          (size_t)count * sizeof(*loss->full_argmax));
-        backend->copy_out(loss->copies, loss->h_full_overlap, loss->full_overlap,
-                          (size_t)count * sizeof(*loss->full_overlap));
+        backend->copy_out(loss->copies, loss->h_full_argmax, loss->results.full_argmax,
+                          (size_t)count * sizeof(*loss->results.full_argmax));
+        backend->copy_out(loss->copies, loss->h_full_overlap, loss->results.full_overlap,
+                          (size_t)count * sizeof(*loss->results.full_overlap));
     }
-    backend->stream_wait(stream, loss->copies);
+    if (!loss->results.kept)
+        backend->stream_wait(stream, loss->copies);
 }
 
 // Statistics in the order of the slots.

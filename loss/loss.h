@@ -37,6 +37,16 @@ struct loss_markov {
     float *dw2;     // [Vd or V, r] likewise
 };
 
+// Backend memory of a group's results, until they are on the host.
+struct loss_results {
+    bool kept; // nothing that is queued behind the loss writes there, so that it waits for no copy
+    float *stats;    // [5 + terms, slot_count] loss, both lse, overlap, confidence; then the terms
+    int32_t *argmax; // [2, slot_count] student, teacher
+    // with a map and a teacher, else NULL: the teacher over all columns
+    int32_t *full_argmax; // [slot_count] column; distinct teachers of a chunk from its first row on
+    float *full_overlap;  // [slot_count]
+};
+
 struct loss_options {
     const struct loss_config *config;
     int64_t hidden, vocab; // H, V
@@ -61,6 +71,7 @@ struct loss_options {
     const void *student_head;
     float *dhead; // [Vd or V, H] fp32: its gradient is added here; NULL: it is frozen
     struct loss_markov markov;
+    struct loss_results results; // from loss_plan_results; not kept: loss_plan takes them
 };
 
 struct loss {
@@ -73,12 +84,9 @@ struct loss {
     float *gradient; // [group_rows, H] unweighted dS, in sorted order
     int32_t *index;  // [4, slot_count] row, teacher_row, label, position, in sorted order
     float *scale;    // [group_rows] slot weights in sorted order
-    float *stats;    // [5 + terms, slot_count] loss, both lse, overlap, confidence; then the terms
-    int32_t *argmax; // [2, slot_count] student, teacher
-    // with a map and a teacher, else NULL: the teacher over all columns
-    float *full_lse;      // [chunk_rows] distinct teachers of the chunk
-    int32_t *full_argmax; // [slot_count] column; distinct teachers of a chunk from its first row on
-    float *full_overlap;  // [slot_count]
+    struct loss_results results;
+    float
+        *full_lse; // [chunk_rows] over all columns, distinct teachers of the chunk; NULL as results
     // with a Markov head, else NULL
     void *previous;       // [most students of a chunk, r] rows of w1
     float *dprevious;     // [group_rows, r] their unweighted gradient, in sorted order
@@ -103,6 +111,8 @@ struct loss {
 
 // Asks the arena for all backend memory (see base/memory.h: called once for the size, once for real).
 void loss_plan(struct loss *loss, const struct loss_options *options, struct arena *arena);
+// Memory for options->results that is not to be shared with what comes behind the loss.
+struct loss_results loss_plan_results(const struct loss_options *options, struct arena *arena);
 void loss_open(struct loss *loss, const struct backend *backend); // host memory, after planning
 void loss_close(struct loss *loss);
 
