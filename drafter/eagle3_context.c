@@ -149,23 +149,26 @@ void eagle3_features_backward(struct eagle3 *e, const struct backend *backend,
 
 // ---- the embedding's part ------------------------------------------------------------------------
 
+// Of scaled rows: the norm of s x is that of x with eps / s^2.
 static void norm_embeddings(const struct eagle3 *e, const struct backend *backend,
                             struct stream *stream, const struct layer_tensor *norm)
 {
     const struct drafter_options *o = &e->options;
     const struct eagle3_buffers *b = e->buffers;
-    int64_t t = e->input.row->tokens, h = o->sizes->hidden;
-    backend->kernels->gather_rows(stream, &(struct gather_rows){.rows = t,
-                                                                .width = h,
-                                                                .in = o->embed,
-                                                                .in_rows = o->embed_rows,
-                                                                .in_stride = h,
-                                                                .in_type = o->compute,
-                                                                .out_type = o->compute,
-                                                                .index = b->ids,
-                                                                .scale = o->embed_scale,
-                                                                .out = b->embedded});
-    norm_forward(e, backend, stream, b->embedded, norm, b->embed_normed);
+    int64_t h = o->sizes->hidden;
+    backend->kernels->norm_chain(
+        stream, &(struct norm_chain){.rows = e->input.row->tokens,
+                                     .width = h,
+                                     .eps = e->ops.eps / (o->embed_scale * o->embed_scale),
+                                     .x_type = o->compute,
+                                     .type = o->compute,
+                                     .x = o->embed,
+                                     .x_stride = h,
+                                     .index = b->ids,
+                                     .x_rows = o->embed_rows,
+                                     .weight = norm->weight,
+                                     .narrow = b->embed_normed,
+                                     .narrow_stride = h});
 }
 
 void eagle3_embedding_forward(struct eagle3 *e, const struct backend *backend,

@@ -49,8 +49,8 @@ struct eagle3_buffers {
     float *dembed_part; // fp32 [T, q + 2 kv]
     void *dx_context;   // [T, H] gradient of the last layer's context x, then of those before
     // scratch of the context
-    void *normed;                  // [T, L * H] features under norms before fc
-    void *embedded, *embed_normed; // [T, H]
+    void *normed;       // [T, L * H] features under norms before fc
+    void *embed_normed; // [T, H]
     // group: [steps, count], behind one another as eagle3_apart says
     int32_t *token;       // position whose embedding is read
     int32_t *step_places; // rotary positions

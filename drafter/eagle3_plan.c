@@ -288,7 +288,6 @@ static void plan_features(struct eagle3 *e, struct arena *arena)
         context_input_plan_loaded(&e->input, o, arena);
     if (s->fc_norm || s->norm_before_fc)
         b->normed = layer_take(arena, group, -1, "fc_normed", o->compute, t, s->features * h);
-    b->embedded = layer_take(arena, group, -1, "embedded", o->compute, t, h);
     b->embed_normed = layer_take(arena, group, -1, "embed_normed", o->compute, t, h);
 }
 

@@ -13,10 +13,12 @@ struct norm_chain {
     int64_t rows, width;
     float eps;
     enum dtype x_type, type; // of x: fp32 or that of narrow and second, fp32 or bf16
-    const void *x;           // [rows, width], rows x_stride elements apart
+    const void *x;           // [rows or x_rows, width], rows x_stride elements apart
     int64_t x_stride;
-    const float *weight; // [width]
-    float *wide;         // [rows, width] y = norm(x); NULL: not wanted
+    const int32_t *index; // [rows] which row of x, each in [0, x_rows); NULL: 0, 1, 2, ...
+    int64_t x_rows;       // unread without an index
+    const float *weight;  // [width]
+    float *wide;          // [rows, width] y = norm(x); NULL: not wanted
     void *narrow; // [rows, width] y in type, rows narrow_stride elements apart; NULL: not wanted
     int64_t narrow_stride;
     float *rstd;                // [rows]; NULL: not kept

@@ -3,6 +3,7 @@
 
 #include <math.h>
 
+#include "base/log.h"
 #include "kernels/cpu_internal.h"
 
 static KERNEL_CLONES void norm_piece(float *x, const float *weight, float rstd, int64_t n)
@@ -37,7 +38,9 @@ static float row_rstd(const struct norm_chain *op, const void *x, float rstd)
 
 static void chain_row(const struct norm_chain *op, int64_t row)
 {
-    const void *x = row_at(op->x, op->x_type, row, op->x_stride);
+    int64_t from = op->index != NULL ? op->index[row] : row;
+    BUG_UNLESS(op->index == NULL || (from >= 0 && from < op->x_rows));
+    const void *x = row_at(op->x, op->x_type, from, op->x_stride);
     float rstd = row_rstd(op, x, 0.0f), second = 0.0f;
     if (op->second_weight != NULL)
         second = row_rstd(op, x, rstd);

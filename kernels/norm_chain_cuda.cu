@@ -17,6 +17,15 @@ static __device__ __forceinline__ float rstd_of(float squares, const struct norm
     return 1.0f / sqrtf(squares / (float)op.width + op.eps);
 }
 
+static __device__ __forceinline__ int64_t row_from(const struct norm_chain &op, int64_t row)
+{
+    if (op.index == NULL)
+        return row;
+    int64_t from = op.index[row];
+    bug_unless(from >= 0 && from < op.x_rows);
+    return from;
+}
+
 // y = y rstd weight; returns the thread's share of its sum of squares.
 template <int N, int EACH>
 static __device__ __forceinline__ float scale(float (&y)[EACH][N], float rstd, const float *weight,
@@ -51,7 +60,7 @@ static __global__ void __launch_bounds__(THREADS) chain_kernel(struct norm_chain
 {
     enum { N = pack_of<X, Type>::N };
     int64_t row = blockIdx.x, at = row * op.width;
-    const X *x = (const X *)op.x + row * op.x_stride;
+    const X *x = (const X *)op.x + row_from(op, row) * op.x_stride;
     float y[EACH][N], squares = 0.0f;
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
@@ -85,7 +94,7 @@ template <typename X, typename Type>
 static __global__ void __launch_bounds__(THREADS) chain_long_kernel(struct norm_chain op)
 {
     int64_t row = blockIdx.x, at = row * op.width;
-    const X *x = (const X *)op.x + row * op.x_stride;
+    const X *x = (const X *)op.x + row_from(op, row) * op.x_stride;
     float squares = 0.0f, second = 0.0f;
     for (int64_t i = threadIdx.x; i < op.width; i += THREADS)
         squares += load(x, i) * load(x, i);

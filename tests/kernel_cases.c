@@ -186,6 +186,9 @@ const struct kernel_case kernel_cases[] = {
     {"norm_chain", {5, 1031, 0}, DTYPE_BF16, CASE_STRIDED, 3270, ROW_BF16},
     {"norm_chain", {5, 5120, 2}, DTYPE_BF16, CASE_TO_F32 | CASE_UNALIGNED, 3271, ROW_BF16},
     {"norm_chain", {2, 20480, 2}, DTYPE_BF16, 0, 3272, ROW_BF16},
+    {"norm_chain", {7, 257, 2, 5}, DTYPE_F32, CASE_STRIDED, 3273, ROW_F32},
+    {"norm_chain", {61, 4096, 0, 31}, DTYPE_BF16, CASE_FROZEN, 3274, ROW_BF16},
+    {"norm_chain", {5, 20480, 1, 3}, DTYPE_BF16, CASE_TO_F32, 3275, ROW_BF16},
 
     {"norm_chain_backward", {1, 3}, DTYPE_F32, 0, 3280, TWO_NORMS_F32},
     {"norm_chain_backward", {7, 257}, DTYPE_F32, CASE_IN_PLACE, 3281, TWO_NORMS_F32},

@@ -8,16 +8,21 @@
 #include "tests/support/naive.h"
 
 // norm_chain: rows, width, outputs of the first norm and of the second: 0 narrow, 1 wide and narrow, 2 these and the
-// second; TO_F32: x is fp32; STRIDED; FROZEN: no rstd of the first
+// second, rows of x that an index picks from (0: none); TO_F32: x is fp32; STRIDED; FROZEN: no rstd of the first
 static const double chain_eps = 1e-6;
 
 void norm_chain_build(const struct kernel_case *c, struct kernel_run *run)
 {
     int64_t rows = c->shape[0], width = c->shape[1],
             apart = kernel_case_has(c, CASE_STRIDED) ? 8 : 0;
-    run_add_normal(run, "x", TENSOR_IN, kernel_case_has(c, CASE_TO_F32) ? DTYPE_F32 : c->type, rows,
-                   width, 2.0)
+    run_add_normal(run, "x", TENSOR_IN, kernel_case_has(c, CASE_TO_F32) ? DTYPE_F32 : c->type,
+                   c->shape[3] > 0 ? c->shape[3] : rows, width, 2.0)
         ->stride += 2 * apart;
+    if (c->shape[3] > 0) {
+        struct kernel_tensor *index = run_add(run, "index", TENSOR_IN, DTYPE_I32, 1, rows);
+        for (int64_t r = 0; r < rows; r++)
+            index->value[r] = (double)run_below(run, c->shape[3]);
+    }
     run_add_normal(run, "weight", TENSOR_IN, DTYPE_F32, 1, width, 1.0);
     run_add(run, "narrow", TENSOR_OUT, c->type, rows, width)->stride += apart;
     if (!kernel_case_has(c, CASE_FROZEN))
@@ -35,8 +40,11 @@ void norm_chain_expect(const struct kernel_case *c, struct kernel_run *run)
 {
     int64_t rows = c->shape[0], width = c->shape[1];
     double *y = run_expected(run, "narrow"), *rstd = memory_alloc((size_t)rows, sizeof(*rstd));
-    naive_rms_norm(rows, width, chain_eps, 0.0, run_value(run, "x"), run_value(run, "weight"), y,
-                   rstd);
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t from = c->shape[3] > 0 ? (int64_t)run_value(run, "index")[r] : r;
+        naive_rms_norm(1, width, chain_eps, 0.0, run_value(run, "x") + from * width,
+                       run_value(run, "weight"), y + r * width, rstd + r);
+    }
     if (!kernel_case_has(c, CASE_FROZEN))
         memcpy(run_expected(run, "rstd"), rstd, (size_t)rows * sizeof(*rstd));
     free(rstd);
@@ -56,6 +64,8 @@ void norm_chain_call(const struct kernel_case *c, struct kernel_run *run)
                             .type = c->type,
                             .x = run_device(run, "x"),
                             .x_stride = run_stride(run, "x"),
+                            .index = run_device(run, "index"),
+                            .x_rows = c->shape[3],
                             .weight = run_device(run, "weight"),
                             .wide = run_device(run, "wide"),
                             .narrow = run_device(run, "narrow"),
