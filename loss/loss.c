@@ -11,6 +11,20 @@ enum {
     LEAST_PART = 30000 // of shorter parts, to add the sums would cost more than 1 % of the product
 };
 
+// C = [rows, H] has so few tiles that a GPU's last round of them is mostly idle: so the vocabulary is cut
+// into parts that each make a whole number of 16-byte accesses. Their sums lie in the half of a row of
+// logits that its gradient leaves free. The number of parts follows from the model's sizes alone.
+static int64_t gradient_parts(const struct loss_options *o, int64_t width, int64_t columns)
+{
+    int64_t parts = MOST_PARTS;
+    if (dtype_size(o->logits) != 2 * dtype_size(o->compute))
+        return 1;
+    while (parts > 1 &&
+           (width % (8 * parts) != 0 || width / parts < LEAST_PART || parts * columns > width / 2))
+        parts /= 2;
+    return parts;
+}
+
 static struct loss_results take_results(const struct loss *loss, struct arena *arena)
 {
     int64_t rows = loss->options.group_rows;
@@ -54,7 +68,10 @@ void loss_plan(struct loss *loss, const struct loss_options *options, struct are
         arena_take(arena, "loss", "student", options->compute, loss_most_students(loss), h, 1);
     loss->teacher =
         arena_take(arena, "loss", "teacher", options->compute, loss_most_teachers(loss), h, 1);
-    loss->gradient = arena_take(arena, "loss", "gradient", DTYPE_F32, rows, h, 1);
+    loss->gradient_type = options->whole_weights && gradient_parts(options, loss->width, h) == 1
+                              ? options->compute
+                              : DTYPE_F32;
+    loss->gradient = arena_take(arena, "loss", "gradient", loss->gradient_type, rows, h, 1);
     loss->index = arena_take(arena, "loss", "index", DTYPE_I32, INDICES, rows, 1);
     loss->scale = arena_take(arena, "loss", "scale", DTYPE_F32, rows, 1, 1);
     loss->results = options->results;
@@ -292,23 +309,9 @@ static void chunk_softmax(struct loss *loss, const struct backend *backend, stru
     backend->kernels->softmax_loss(stream, &op);
 }
 
-// C = [rows, H] has so few tiles that a GPU's last round of them is mostly idle: so the vocabulary is cut
-// into parts that each make a whole number of 16-byte accesses. Their sums lie in the half of a row of
-// logits that its gradient leaves free. The number of parts follows from the model's sizes alone.
-static int64_t gradient_parts(const struct loss_options *o, int64_t width, int64_t columns)
-{
-    int64_t parts = MOST_PARTS;
-    if (dtype_size(o->logits) != 2 * dtype_size(o->compute))
-        return 1;
-    while (parts > 1 &&
-           (width % (8 * parts) != 0 || width / parts < LEAST_PART || parts * columns > width / 2))
-        parts /= 2;
-    return parts;
-}
-
 void loss_input_gradient(struct loss *loss, const struct backend *backend, struct stream *stream,
                          const struct loss_chunk *chunk, const void *matrix, int64_t columns,
-                         float alpha, float *out)
+                         float alpha, void *out, enum dtype type)
 {
     const struct loss_options *o = &loss->options;
     size_t ratio = dtype_size(o->logits) / dtype_size(o->compute);
@@ -323,7 +326,7 @@ void loss_input_gradient(struct loss *loss, const struct backend *backend, struc
                            .c = out,
                            .a_type = o->compute,
                            .b_type = o->compute,
-                           .c_type = DTYPE_F32,
+                           .c_type = type,
                            .parts = parts};
     if (parts > 1) {
         product.part_sums = (float *)loss->logits + loss->width / 2;
@@ -374,6 +377,13 @@ static void student_logits(struct loss *loss, const struct backend *backend, str
         loss_markov_logits(loss, backend, stream, chunk);
 }
 
+// Row `first` of dS.
+static void *gradient_from(const struct loss *loss, int64_t first)
+{
+    return (unsigned char *)loss->gradient +
+           (size_t)(first * loss->options.hidden) * dtype_size(loss->gradient_type);
+}
+
 // Whether G is multiplied with what the slots' weights are already in.
 static bool sums_over_rows(const struct loss *loss)
 {
@@ -403,7 +413,7 @@ static void chunk_run(struct loss *loss, const struct backend *backend, struct s
     if (sums_over_rows(loss))
         loss_clear_masked(loss, backend, stream, chunk);
     loss_input_gradient(loss, backend, stream, chunk, loss_student_head(loss), o->hidden,
-                        o->logit_scale, loss->gradient + chunk->first * o->hidden);
+                        o->logit_scale, gradient_from(loss, chunk->first), loss->gradient_type);
     if (o->dhead != NULL)
         loss_head_gradient(loss, backend, stream, group, chunk);
     if (o->markov.dw2 != NULL)
@@ -482,7 +492,7 @@ static void scale_gradient(struct loss *loss, const struct backend *backend, str
     backend->kernels->scatter_rows(stream, &(struct scatter_rows){.rows = group->slot_count,
                                                                   .width = o->hidden,
                                                                   .in = loss->gradient,
-                                                                  .in_type = DTYPE_F32,
+                                                                  .in_type = loss->gradient_type,
                                                                   .out_type = o->compute,
                                                                   .index = loss->index,
                                                                   .scale = loss->scale,

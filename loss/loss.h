@@ -72,18 +72,22 @@ struct loss_options {
     float *dhead; // [Vd or V, H] fp32: its gradient is added here; NULL: it is frozen
     struct loss_markov markov;
     struct loss_results results; // from loss_plan_results; not kept: loss_plan takes them
+    // No slot's weight is other than 0 or 1, so that dS may be rounded before it is weighted.
+    bool whole_weights;
 };
 
 struct loss {
     struct loss_options options;
     float weight[LOSS_TERM_COUNT];
     // backend memory
-    void *logits;    // [chunk_rows, V] students, then distinct teachers; later G and sums of dS
-    void *student;   // [chunk_rows, H] gathered hidden states; of a map [most_students, H]
-    void *teacher;   // [chunk_rows or teacher_rows, H] gathered last hidden states, normed
-    float *gradient; // [group_rows, H] unweighted dS, in sorted order
-    int32_t *index;  // [4, slot_count] row, teacher_row, label, position, in sorted order
-    float *scale;    // [group_rows] slot weights in sorted order
+    void *logits;   // [chunk_rows, V] students, then distinct teachers; later G and sums of dS
+    void *student;  // [chunk_rows, H] gathered hidden states; of a map [most_students, H]
+    void *teacher;  // [chunk_rows or teacher_rows, H] gathered last hidden states, normed
+    void *gradient; // [group_rows, H] unweighted dS, in sorted order, in gradient_type
+    enum dtype
+        gradient_type; // fp32, or with whole weights, and sums that are not in parts, compute's
+    int32_t *index;    // [4, slot_count] row, teacher_row, label, position, in sorted order
+    float *scale;      // [group_rows] slot weights in sorted order
     struct loss_results results;
     float
         *full_lse; // [chunk_rows] over all columns, distinct teachers of the chunk; NULL as results

@@ -62,11 +62,11 @@ void loss_head_gradient(struct loss *loss, const struct backend *backend, struct
 void loss_map_results(const struct loss *loss, const struct loss_group *group,
                       struct slot_results *results);
 
-// out [rows, columns] fp32 = alpha G times the first columns' matrix [width, columns], where the softmax left G
+// out [rows, columns] in type = alpha G times the first columns' matrix [width, columns], where the softmax left G
 // in the rows of the logits.
 void loss_input_gradient(struct loss *loss, const struct backend *backend, struct stream *stream,
                          const struct loss_chunk *chunk, const void *matrix, int64_t columns,
-                         float alpha, float *out);
+                         float alpha, void *out, enum dtype type);
 // out [width, columns] fp32 += alpha G^T times in [rows, columns].
 void loss_weight_gradient(struct loss *loss, const struct backend *backend, struct stream *stream,
                           const struct loss_chunk *chunk, const void *in, int64_t columns,

@@ -131,7 +131,7 @@ void loss_markov_gradient(struct loss *loss, const struct backend *backend, stru
 {
     const struct loss_markov *markov = &loss->options.markov;
     loss_input_gradient(loss, backend, stream, chunk, markov->w2, markov->rank, 1.0f,
-                        loss->dprevious + chunk->first * markov->rank);
+                        loss->dprevious + chunk->first * markov->rank, DTYPE_F32);
     gather_previous(loss, backend, stream, chunk, loss->scale + chunk->first);
     loss_weight_gradient(loss, backend, stream, chunk, loss->previous, markov->rank, 1.0f,
                          markov->dw2);

@@ -614,6 +614,10 @@ static void bf16_is_near(void **state)
     b->trainable = b->markov = true;
     set_terms(b, mixtures[1]);
     check_exact(b, e, 1e-4, 6e-3);
+    for (int64_t s = 0; s < b->slot_count; s++)
+        b->slots[s].weight = 1.0f;
+    b->options.whole_weights = true; // dS is rounded before it is weighted
+    check_exact(b, e, 1e-4, 6e-3);
     free(e);
     bench_close(b);
 }

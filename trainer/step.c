@@ -199,6 +199,7 @@ static void plan_model(struct step *step, struct arena *arena)
     // The passes of EAGLE-3 are so short that the way of the results to the host would show.
     if (s->sizes->kind == DRAFTER_EAGLE3)
         loss.results = loss_plan_results(&loss, arena);
+    loss.whole_weights = s->sizes->kind == DRAFTER_EAGLE3 && config->loss.ttt_decay_base == 1.0;
     // The loss runs between a group's forward and backward pass and leaves nothing else but the gradient of
     // the hidden states: it shares memory with what only these passes use. The update runs after all passes.
     bool muon = s->training && config->optimizer.kind == OPTIMIZER_MUON;
