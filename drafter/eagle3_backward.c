@@ -413,15 +413,15 @@ static void weights_backward(struct eagle3 *e, const struct backend *backend, st
 static void to_step_before(const struct eagle3 *e, const struct backend *backend,
                            struct stream *stream, const struct eagle3_pass *p)
 {
-    const struct drafter_sizes *s = e->options.sizes;
-    if (s->norm_output && !s->norm_before_residual) {
+    bool norm_output = e->options.sizes->norm_output;
+    if (eagle3_chains(e)) {
         chain_backward(e, backend, stream, p);
         return;
     }
-    if (!s->norm_output)
+    if (!norm_output)
         norm_backward(e, backend, stream, p->step - 1, NULL);
     input_backward(e, backend, stream, p);
-    if (s->norm_output)
+    if (norm_output)
         norm_backward(e, backend, stream, p->step - 1, NULL);
 }
 

@@ -21,15 +21,16 @@ static void *rows_at(const struct eagle3 *e, void *base, int64_t row, int64_t wi
 }
 
 // Where the first layer's input of a step is: after the first step it is the last layer's output, as it
-// is or normed.
+// is or normed. Where nothing reads it on the way back, the steps after the first have one place.
 static float *first_input(const struct eagle3 *e, int64_t step)
 {
     const struct drafter_sizes *s = e->options.sizes;
     int64_t size = e->count * s->hidden;
     if (step > 0 && !s->norm_output)
         return e->buffers->last + (e->options.training ? (step - 1) * size : 0);
-    bool each = s->norm_output && eagle3_keeps(e, RECOMPUTE_LEVEL_CHEAP);
-    return e->layers[0].steps.x + (each ? step * size : 0);
+    bool apart = s->norm_output && eagle3_keeps(e, RECOMPUTE_LEVEL_CHEAP);
+    int64_t place = eagle3_chains(e) && step > 1 ? 1 : step;
+    return e->layers[0].steps.x + (apart ? place * size : 0);
 }
 
 // Where gradients of a step are. Where those of weights wait for all steps: the gradient of a step's output over

@@ -142,5 +142,7 @@ bool eagle3_keeps(const struct eagle3 *e, enum recompute_level level);
 // Whether gradients of weights wait for all steps of a group, to be one product each: what they are made of is
 // kept so long. With one layer that is little more than is kept anyway.
 bool eagle3_waits(const struct eagle3 *e);
+// Whether steps that wait go back through the norms between them at once, without what the later one read.
+bool eagle3_chains(const struct eagle3 *e);
 
 #endif

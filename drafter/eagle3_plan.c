@@ -31,6 +31,12 @@ bool eagle3_waits(const struct eagle3 *e)
     return e->options.sizes->layers == 1 && eagle3_keeps(e, RECOMPUTE_LEVEL_LAYER);
 }
 
+bool eagle3_chains(const struct eagle3 *e)
+{
+    const struct drafter_sizes *s = e->options.sizes;
+    return eagle3_waits(e) && s->norm_output && !s->norm_before_residual;
+}
+
 // A GPU reads four numbers at a time from the host, from addresses that are multiples of as many bytes; from others
 // it reads byte after byte.
 int64_t eagle3_apart(int64_t rows)
@@ -162,6 +168,18 @@ static void plan_context(struct eagle3 *e, struct arena *arena)
         plan_context_layer(e, l, arena);
 }
 
+// Steps whose input of the first layer is kept: that of step 0, and of the others none, one or all.
+static int64_t first_inputs(const struct eagle3 *e)
+{
+    const struct drafter_sizes *s = e->options.sizes;
+    int64_t others = s->ttt_steps - 1;
+    if (!s->norm_output)
+        others = 0;
+    else if (eagle3_chains(e) && others > 1)
+        others = 1;
+    return 1 + others;
+}
+
 // Of a layer's steps, what is kept for each; the rest is scratch of one step.
 static void plan_layer(struct eagle3 *e, int64_t l, struct arena *arena)
 {
@@ -175,7 +193,7 @@ static void plan_layer(struct eagle3 *e, int64_t l, struct arena *arena)
     if (l > 0)
         r->x = layer_take(arena, group, l, "x", DTYPE_F32, n, h);
     else if (eagle3_keeps(e, RECOMPUTE_LEVEL_CHEAP))
-        r->x = layer_take(arena, group, l, "x", DTYPE_F32, s->norm_output ? n : one, h);
+        r->x = layer_take(arena, group, l, "x", DTYPE_F32, first_inputs(e) * one, h);
     r->rstd1 = layer_take(arena, group, l, "rstd1", DTYPE_F32, n, 1);
     r->rstd2 = layer_take(arena, group, l, "rstd2", DTYPE_F32, n, 1);
     r->kv = layer_take(arena, group, l, "kv", o->compute, own, 2 * kv);
@@ -245,7 +263,8 @@ static struct eagle3_rows plan_shared(struct eagle3 *e, struct arena *arena)
     int64_t q = eagle3_q(e);
     const char *group = "activations";
     struct eagle3_rows r = {
-        .n1 = layer_take(arena, group, -1, "n1", o->compute, most, h),
+        .n1 = layer_take(arena, group, -1, "n1", o->compute,
+                         eagle3_keeps(e, RECOMPUTE_LEVEL_CHEAP) ? o->max_tokens : most, h),
         .act = layer_take(arena, group, -1, "act", o->compute, n, s->intermediate)};
     if (s->norm_before_residual && o->compute != DTYPE_F32)
         r.residual = layer_take(arena, group, -1, "residual", DTYPE_F32, most, h);

@@ -83,11 +83,11 @@ struct loss {
     void *logits;   // [chunk_rows, V] students, then distinct teachers; later G and sums of dS
     void *student;  // [chunk_rows, H] gathered hidden states; of a map [most_students, H]
     void *teacher;  // [chunk_rows or teacher_rows, H] gathered last hidden states, normed
-    void *gradient; // [group_rows, H] unweighted dS, in sorted order, in gradient_type
-    enum dtype
-        gradient_type; // fp32, or with whole weights, and sums that are not in parts, compute's
-    int32_t *index;    // [4, slot_count] row, teacher_row, label, position, in sorted order
-    float *scale;      // [group_rows] slot weights in sorted order
+    void *gradient; // [group_rows, H] unweighted dS, in sorted order
+    // Of these: fp32; compute's with whole weights, where the product's sums are not in parts.
+    enum dtype gradient_type;
+    int32_t *index; // [4, slot_count] row, teacher_row, label, position, in sorted order
+    float *scale;   // [group_rows] slot weights in sorted order
     struct loss_results results;
     float
         *full_lse; // [chunk_rows] over all columns, distinct teachers of the chunk; NULL as results
