@@ -1,4 +1,5 @@
 // Owns the choices that a config leaves open: how the step is cut, and on what it runs.
+#include <math.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -13,6 +14,7 @@ static const double cpu_chunk_bytes = 256e6, cuda_chunk_bytes = 4.1e9, low_chunk
 // are whole WAVE_POSITIONS: that many rows of 4,096 columns are 128 tiles of a product for 132 SMs. A chunk
 // holds ttt_steps short rows of students for one of a teacher.
 enum { CUDA_EAGLE3_ROWS = 24576, WAVE_POSITIONS = 1024, LOW_POSITIONS = 1024 };
+enum { CHUNK_STEP = 128 }; // to which chunks are rounded up; see loss.c
 static const double eagle3_chunk_bytes = 1.6e9, low_eagle3_chunk_bytes = 0.8e9;
 
 static int64_t round_down(int64_t value, int64_t multiple)
@@ -50,6 +52,19 @@ static int64_t usual_group(const struct config *config, const struct drafter_siz
     return CUDA_GROUP_ROWS;
 }
 
+// Of EAGLE-3 that compares the kept columns alone: rows of the vocabulary for as few chunks of a full group as `most`
+// make, as equal as they can be. Documents' ends have a few more teachers for as many students.
+static int64_t even_chunk(int64_t most, int64_t group_rows, const struct drafter_sizes *sizes)
+{
+    const double spare = 1.02;
+    double each = (double)sizes->draft_vocab / (double)sizes->vocab; // of a student's row
+    each *= 1.0 + 1.0 / (double)sizes->block_size; // and its share of the teacher's
+    int64_t chunks = (int64_t)ceil(each * (double)group_rows / (double)most);
+    int64_t students = (group_rows + chunks - 1) / chunks;
+    int64_t rows = (int64_t)ceil(spare * each * (double)(students + CHUNK_STEP));
+    return rows < most ? rows : most;
+}
+
 static void choose_cut(struct execution *e, const struct config *config,
                        const struct drafter_sizes *sizes, bool cpu)
 {
@@ -64,6 +79,9 @@ static void choose_cut(struct execution *e, const struct config *config,
         chunk = (int64_t)(chunk_bytes(config, sizes, cpu) / (logit * (double)sizes->vocab));
         if (chunk > 2 * e->group_rows)
             chunk = 2 * e->group_rows; // students and as many teachers
+        if (!cpu && sizes->kind == DRAFTER_EAGLE3 && sizes->draft_vocab < sizes->vocab &&
+            !config->loss.full_vocab_metrics)
+            chunk = even_chunk(chunk, e->group_rows, sizes);
         if (chunk < 64)
             chunk = 64;
     }
