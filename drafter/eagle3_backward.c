@@ -86,7 +86,7 @@ static void mlp_backward(const struct eagle3 *e, const struct backend *backend,
                                                        .width = e->options.sizes->intermediate,
                                                        .type = type,
                                                        .gate_up = p->at.gate_up,
-                                                       .y = p->dact, // comes back there
+                                                       .y = eagle3_keeps_act(e) ? NULL : p->dact,
                                                        .dy = p->dact,
                                                        .dgate_up = p->at.gate_up});
     weight_backward(e, backend, stream, p, p->dout, p->dact, &layer->down);
@@ -395,7 +395,8 @@ static void weights_backward(struct eagle3 *e, const struct backend *backend, st
     struct eagle3_pass first = eagle3_step_pass(e, 0, 0);
     int64_t n = e->steps * e->count;
     bool fresh = e->fresh_layer;
-    layer_weight_backward(&e->ops, backend, stream, n, first.dout, first.dact, &layer->down, fresh);
+    layer_weight_backward(&e->ops, backend, stream, n, first.dout,
+                          eagle3_keeps_act(e) ? first.at.act : first.dact, &layer->down, fresh);
     layer_weight_backward(&e->ops, backend, stream, n, first.at.gate_up, first.at.n2,
                           &layer->gate_up, fresh);
     layer_weight_backward(&e->ops, backend, stream, n, first.dmid, first.at.attention, &layer->o,

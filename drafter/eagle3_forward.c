@@ -41,7 +41,7 @@ static void backward_places(const struct eagle3 *e, struct eagle3_pass *p)
     int64_t h = e->options.sizes->hidden, q = eagle3_q(e), kv = eagle3_kv(e);
     bool waits = eagle3_waits(e);
     int64_t at = waits ? p->step * e->count : 0;
-    p->dact = rows_at(e, b->dact, at, e->options.sizes->intermediate);
+    p->dact = rows_at(e, b->dact, eagle3_keeps_act(e) ? 0 : at, e->options.sizes->intermediate);
     p->dqkv = rows_at(e, b->dqkv, at, q + 2 * kv);
     p->dqkv_stride = waits || p->keys ? q + 2 * kv : q;
     if (!waits)
@@ -82,7 +82,7 @@ struct eagle3_pass eagle3_step_pass(const struct eagle3 *e, int64_t l, int64_t s
     p.at.rstd2 = r->rstd2 + all;
     p.at.n2 = rows_at(e, r->n2, norms, h);
     p.at.gate_up = rows_at(e, r->gate_up, keep, 2 * s->intermediate);
-    p.at.act = r->act;
+    p.at.act = rows_at(e, r->act, eagle3_keeps_act(e) ? at : 0, s->intermediate);
     p.out = l + 1 < s->layers ? e->layers[l + 1].steps.x + all * h : b->last + all * h;
     if (e->options.training)
         backward_places(e, &p);

@@ -20,7 +20,8 @@ struct eagle3_rows {
     float *rstd2;    // [n]
     void *n2;        // [n, H] after post_attention_layernorm
     void *gate_up;   // [n, 2 * intermediate]
-    void *act;       // [n, intermediate] of the running step: comes back with its gradient
+    void *
+        act; // [n, intermediate] of the running step: comes back with its gradient, unless all are kept
 };
 
 struct eagle3_layer {
@@ -59,8 +60,8 @@ struct eagle3_buffers {
     float *last;       // [steps, count, H] output of the last layer; scoring: [count, H]
     float *last_rstd;  // [steps, count]
     void *hidden;      // [steps, count, H] after the final norm; then its gradient and that of h
-    // backward, for rows of a step or of the context; dact, dmid and dqkv where gradients of weights wait
-    // for all steps: [steps, count]
+    // backward, for rows of a step or of the context; dmid and dqkv where gradients of weights wait for all steps, and
+    // dact where it also brings back their activations: [steps, count]
     void *dnorm;          // [n, H]
     void *dact;           // [n, intermediate]
     void *dmid;           // [steps, count, H]; only there
@@ -142,6 +143,8 @@ bool eagle3_keeps(const struct eagle3 *e, enum recompute_level level);
 // Whether gradients of weights wait for all steps of a group, to be one product each: what they are made of is
 // kept so long. With one layer that is little more than is kept anyway.
 bool eagle3_waits(const struct eagle3 *e);
+// Whether the MLP's activations of all steps are kept for them.
+bool eagle3_keeps_act(const struct eagle3 *e);
 // Whether steps that wait go back through the norms between them at once, without what the later one read.
 bool eagle3_chains(const struct eagle3 *e);
 

@@ -31,6 +31,11 @@ bool eagle3_waits(const struct eagle3 *e)
     return e->options.sizes->layers == 1 && eagle3_keeps(e, RECOMPUTE_LEVEL_LAYER);
 }
 
+bool eagle3_keeps_act(const struct eagle3 *e)
+{
+    return e->options.keep_activations && eagle3_waits(e) && eagle3_keeps(e, RECOMPUTE_LEVEL_CHEAP);
+}
+
 bool eagle3_chains(const struct eagle3 *e)
 {
     const struct drafter_sizes *s = e->options.sizes;
@@ -210,6 +215,8 @@ static void plan_layer(struct eagle3 *e, int64_t l, struct arena *arena)
         r->n1 = layer_take(arena, group, l, "n1", o->compute, n, h);
         r->n2 = layer_take(arena, group, l, "n2", o->compute, n, h);
     }
+    if (eagle3_keeps_act(e))
+        r->act = layer_take(arena, group, l, "act", o->compute, n, s->intermediate);
 }
 
 static void plan_group(struct eagle3 *e, struct arena *arena)
@@ -264,8 +271,9 @@ static struct eagle3_rows plan_shared(struct eagle3 *e, struct arena *arena)
     const char *group = "activations";
     struct eagle3_rows r = {
         .n1 = layer_take(arena, group, -1, "n1", o->compute,
-                         eagle3_keeps(e, RECOMPUTE_LEVEL_CHEAP) ? o->max_tokens : most, h),
-        .act = layer_take(arena, group, -1, "act", o->compute, n, s->intermediate)};
+                         eagle3_keeps(e, RECOMPUTE_LEVEL_CHEAP) ? o->max_tokens : most, h)};
+    if (!eagle3_keeps_act(e))
+        r.act = layer_take(arena, group, -1, "act", o->compute, n, s->intermediate);
     if (s->norm_before_residual && o->compute != DTYPE_F32)
         r.residual = layer_take(arena, group, -1, "residual", DTYPE_F32, most, h);
     if (!eagle3_keeps(e, RECOMPUTE_LEVEL_CHEAP))
@@ -293,7 +301,7 @@ static void use_shared(struct eagle3_rows *rows, const struct eagle3_rows *share
         rows->gate_up = shared->gate_up;
     }
     rows->n2 = rows->n2 != NULL ? rows->n2 : shared->n2;
-    rows->act = shared->act;
+    rows->act = rows->act != NULL ? rows->act : shared->act;
 }
 
 static void plan_features(struct eagle3 *e, struct arena *arena)
@@ -323,7 +331,8 @@ static void plan_backward(struct eagle3 *e, struct arena *arena)
     int64_t own = s->ttt_steps > 1 ? s->layers * one * (s->ttt_steps - 1) : 1;
     const char *group = "backward";
     b->dnorm = layer_take(arena, group, -1, "dnorm", o->compute, most, h);
-    b->dact = layer_take(arena, group, -1, "dact", o->compute, all, s->intermediate);
+    b->dact = layer_take(arena, group, -1, "dact", o->compute, eagle3_keeps_act(e) ? one : all,
+                         s->intermediate);
     b->dattention = layer_take(arena, group, -1, "dattention", o->compute, n, q);
     b->dq = layer_take(arena, group, -1, "dq", o->compute, n, q);
     b->dqkv = layer_take(arena, group, -1, "dqkv", o->compute, larger(most, all), q + 2 * kv);

@@ -150,6 +150,19 @@ static void plan_student(const struct step *step, struct loss_options *loss)
     loss->markov.w2 = trained_table(step, MARKOV_W2, &loss->markov.dw2);
 }
 
+static bool weights_are_whole(const struct step_setup *s)
+{
+    return s->sizes->kind == DRAFTER_EAGLE3 && s->config->loss.ttt_decay_base == 1.0;
+}
+
+// EAGLE-3's activations take what a thrifty loss leaves of the memory that they share: one over the kept columns,
+// whose gradients are not fp32. Of a row in several groups they take as much, but are a smaller part of its time.
+static bool keeps_activations(const struct step_setup *s)
+{
+    bool one_group = s->execution->group_rows == execution_most_rows(s->config, s->sizes);
+    return weights_are_whole(s) && has_map(s) && !s->config->loss.full_vocab_metrics && one_group;
+}
+
 static void plan_model(struct step *step, struct arena *arena)
 {
     const struct step_setup *s = &step->setup;
@@ -163,6 +176,7 @@ static void plan_model(struct step *step, struct arena *arena)
         .group_rows = s->execution->group_rows,
         .features = step_features(s),
         .recompute = recompute_level(s->execution),
+        .keep_activations = keeps_activations(s),
         .training = s->training,
         .noise = config->data.noise_std == 0.0             ? NOISE_KIND_NONE
                  : config->data.noise_kind == NOISE_NORMAL ? NOISE_KIND_NORMAL
@@ -199,7 +213,7 @@ static void plan_model(struct step *step, struct arena *arena)
     // The passes of EAGLE-3 are so short that the way of the results to the host would show.
     if (s->sizes->kind == DRAFTER_EAGLE3)
         loss.results = loss_plan_results(&loss, arena);
-    loss.whole_weights = s->sizes->kind == DRAFTER_EAGLE3 && config->loss.ttt_decay_base == 1.0;
+    loss.whole_weights = weights_are_whole(s);
     // The loss runs between a group's forward and backward pass and leaves nothing else but the gradient of
     // the hidden states: it shares memory with what only these passes use. The update runs after all passes.
     bool muon = s->training && config->optimizer.kind == OPTIMIZER_MUON;
