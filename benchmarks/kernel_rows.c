@@ -531,8 +531,9 @@ static void bind_gather_sum(struct bench *bench, const struct sizes *s, struct j
                                              .in_type = bench->type,
                                              .from = take_integers(bench, rows, 1, rows),
                                              .from_stride = s->t,
-                                             .out = bench_take_out(bench, DTYPE_F32, s->t * q),
-                                             .out_stride = q};
+                                             .out = bench_take_out(bench, bench->type, s->t * q),
+                                             .out_stride = q,
+                                             .out_type = bench->type};
     bench->bytes -= (double)(rows * (stride - q)) * (double)dtype_size(bench->type);
     job->call = call_gather_sum;
 }

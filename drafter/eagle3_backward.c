@@ -168,6 +168,28 @@ static void rotate_back(const struct eagle3 *e, const struct backend *backend,
                                                 .to_type = type});
 }
 
+// Of a matrix whose columns dqkv has from `column` on, from the pass's rows and what lies behind them, n in all.
+static void columns_backward(const struct eagle3 *e, const struct backend *backend,
+                             struct stream *stream, const struct eagle3_pass *p, int64_t n,
+                             int64_t column, const struct layer_tensor *weight, bool fresh)
+{
+    enum dtype type = e->options.compute;
+    backend->kernels->gemm(stream, &(struct gemm){.m = weight->rows,
+                                                  .n = weight->columns,
+                                                  .k = n,
+                                                  .transpose_a = true,
+                                                  .alpha = 1.0f,
+                                                  .beta = fresh ? 0.0f : 1.0f,
+                                                  .a = layer_at(p->dqkv, type, column),
+                                                  .lda = p->dqkv_stride,
+                                                  .b = p->at.n1,
+                                                  .c = weight->grad,
+                                                  .ldc = weight->stride,
+                                                  .a_type = type,
+                                                  .b_type = type,
+                                                  .c_type = DTYPE_F32});
+}
+
 // From dqkv to the layer's normed input, and to the embedding's part of a step that waits for no other.
 static void products_backward(const struct eagle3 *e, const struct backend *backend,
                               struct stream *stream, const struct eagle3_pass *p,
@@ -175,8 +197,9 @@ static void products_backward(const struct eagle3 *e, const struct backend *back
 {
     const struct drafter_options *o = &e->options;
     const struct eagle3_buffers *b = e->buffers;
-    weight_backward(e, backend, stream, p, p->dqkv, p->at.n1, weight);
-    if (p->l == 0 && (p->step < 0 || !eagle3_waits(e)))
+    if (p->step < 0 || !eagle3_waits(e))
+        columns_backward(e, backend, stream, p, p->rows, 0, weight, p->step < 0 && e->fresh_keys);
+    if (p->l == 0 && !eagle3_sums_once(e) && (p->step < 0 || !eagle3_waits(e)))
         add_rows(backend, stream, p->rows, weight->rows, p->dqkv, o->compute, p->token,
                  b->dembed_part + (p->queries ? 0 : eagle3_q(e)), DTYPE_F32, e->input.row->tokens,
                  b->embed_qkv.rows);
@@ -296,6 +319,44 @@ static void chain_backward(const struct eagle3 *e, const struct backend *backend
                                               .scratch = e->ops.norm_scratch});
 }
 
+// The gradient of the embedding's part in columns [first, first + width): those of the rows of the steps from `step`
+// on that read a token. Added up once: with the context's where all have them.
+static void embedding_part(const struct eagle3 *e, const struct backend *backend,
+                           struct stream *stream, int64_t step, int64_t first, int64_t width)
+{
+    const struct eagle3_buffers *b = e->buffers;
+    int64_t tokens = e->input.row->tokens, stride = b->embed_qkv.rows;
+    bool once = eagle3_sums_once(e);
+    enum dtype type = e->options.compute, out = once ? type : DTYPE_F32;
+    backend->kernels->gather_sum(
+        stream, &(struct gather_sum){.rows = tokens,
+                                     .width = width,
+                                     .terms = e->steps - step + (once && step > 0),
+                                     .in = layer_at(b->dqkv, type, first),
+                                     .in_rows = e->steps * e->count + (once ? tokens : 0),
+                                     .in_stride = stride,
+                                     .in_type = type,
+                                     .from = b->readers + step * tokens,
+                                     .from_stride = tokens,
+                                     .add = !once && !e->first_group,
+                                     .out = layer_at_mutable(b->dembed_part, out, first),
+                                     .out_stride = stride,
+                                     .out_type = out});
+}
+
+// Of queries all steps have some; keys and values of step 0 are the context's.
+static void embedding_queries(const struct eagle3 *e, const struct backend *backend,
+                              struct stream *stream)
+{
+    embedding_part(e, backend, stream, 0, 0, eagle3_q(e));
+}
+
+static void embedding_keys(const struct eagle3 *e, const struct backend *backend,
+                           struct stream *stream)
+{
+    embedding_part(e, backend, stream, 1, eagle3_q(e), 2 * eagle3_kv(e));
+}
+
 // The context, whose keys' and values' gradients are complete: the last layer's keys and values, then the
 // layers before it, then what they are made of.
 static void context_backward(struct eagle3 *e, const struct backend *backend, struct stream *stream)
@@ -307,6 +368,8 @@ static void context_backward(struct eagle3 *e, const struct backend *backend, st
         e->fresh_keys = false;
         if (pass.queries)
             tell_final(e, true, eagle3_rest_part(l));
+        if (l == 0 && eagle3_sums_once(e))
+            embedding_keys(e, backend, stream);
         if (l == 0)
             eagle3_embedding_backward(e, backend, stream);
         tell_final(e, true, eagle3_keys_part(l));
@@ -337,57 +400,6 @@ static void *steps_backward(struct eagle3 *e, const struct backend *backend, str
     return dx;
 }
 
-// Gradients of the embedding's part: the rows of all steps that read a token.
-static void embedding_part(const struct eagle3 *e, const struct backend *backend,
-                           struct stream *stream)
-{
-    const struct eagle3_buffers *b = e->buffers;
-    int64_t tokens = e->input.row->tokens, q = eagle3_q(e), stride = b->embed_qkv.rows;
-    struct gather_sum sum = {.rows = tokens,
-                             .width = q,
-                             .terms = e->steps,
-                             .in = b->dqkv,
-                             .in_rows = e->steps * e->count,
-                             .in_stride = stride,
-                             .in_type = e->options.compute,
-                             .from = b->readers,
-                             .from_stride = tokens,
-                             .add = !e->first_group,
-                             .out = b->dembed_part,
-                             .out_stride = stride};
-    backend->kernels->gather_sum(stream, &sum);
-    // Keys and values of step 0 are the context's.
-    sum.width = stride - q;
-    sum.terms--;
-    sum.in = layer_at(b->dqkv, e->options.compute, q);
-    sum.from += tokens;
-    sum.out += q;
-    backend->kernels->gather_sum(stream, &sum);
-}
-
-// Of a matrix whose columns dqkv has from `column` on, from the rows of the steps from `step` on.
-static void columns_backward(const struct eagle3 *e, const struct backend *backend,
-                             struct stream *stream, int64_t step, int64_t column,
-                             const struct layer_tensor *weight, bool fresh)
-{
-    struct eagle3_pass pass = eagle3_step_pass(e, 0, step);
-    enum dtype type = e->options.compute;
-    backend->kernels->gemm(stream, &(struct gemm){.m = weight->rows,
-                                                  .n = weight->columns,
-                                                  .k = (e->steps - step) * e->count,
-                                                  .transpose_a = true,
-                                                  .alpha = 1.0f,
-                                                  .beta = fresh ? 0.0f : 1.0f,
-                                                  .a = layer_at(pass.dqkv, type, column),
-                                                  .lda = pass.dqkv_stride,
-                                                  .b = pass.at.n1,
-                                                  .c = weight->grad,
-                                                  .ldc = weight->stride,
-                                                  .a_type = type,
-                                                  .b_type = type,
-                                                  .c_type = DTYPE_F32});
-}
-
 // Gradients of the layer's weights from the rows of all steps.
 static void weights_backward(struct eagle3 *e, const struct backend *backend, struct stream *stream)
 {
@@ -401,11 +413,13 @@ static void weights_backward(struct eagle3 *e, const struct backend *backend, st
                           &layer->gate_up, fresh);
     layer_weight_backward(&e->ops, backend, stream, n, first.dmid, first.at.attention, &layer->o,
                           fresh);
-    columns_backward(e, backend, stream, 0, 0, &layer->q, fresh);
+    columns_backward(e, backend, stream, &first, n, 0, &layer->q, fresh);
     e->fresh_layer = false;
     if (e->steps == 1) // keys and values of step 0 are the context's
         return;
-    columns_backward(e, backend, stream, 1, eagle3_q(e), &layer->kv, e->fresh_keys);
+    struct eagle3_pass second = eagle3_step_pass(e, 0, 1);
+    columns_backward(e, backend, stream, &second, n - e->count, eagle3_q(e), &layer->kv,
+                     e->fresh_keys);
     e->fresh_keys = false;
 }
 
@@ -442,7 +456,9 @@ static void *waiting_steps_backward(struct eagle3 *e, const struct backend *back
             to_step_before(e, backend, stream, &pass);
     }
     weights_backward(e, backend, stream);
-    embedding_part(e, backend, stream);
+    embedding_queries(e, backend, stream);
+    if (!eagle3_sums_once(e))
+        embedding_keys(e, backend, stream);
     input_backward(e, backend, stream, &pass); // of step 0, over mid's gradient
     return pass.dx;
 }

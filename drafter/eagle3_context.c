@@ -189,7 +189,7 @@ void eagle3_embedding_backward(struct eagle3 *e, const struct backend *backend,
     const void *gradient = b->dembed_part;
     struct layer_tensor norm = bare(e, b->embed_norm);
     norm_embeddings(e, backend, stream, &norm);
-    if (o->compute != DTYPE_F32) {
+    if (o->compute != DTYPE_F32 && !eagle3_sums_once(e)) {
         backend->kernels->convert(stream, &(struct convert){.count = count,
                                                             .from = b->dembed_part,
                                                             .to = b->dqkv,

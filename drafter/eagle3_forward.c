@@ -105,25 +105,31 @@ struct eagle3_pass eagle3_context_pass(const struct eagle3 *e, int64_t l)
     const struct eagle3_buffers *b = e->buffers;
     bool last = l == e->options.sizes->layers - 1;
     int64_t q = eagle3_q(e), kv = eagle3_kv(e);
-    return (struct eagle3_pass){.l = l,
-                                .step = -1,
-                                .rows = e->input.row->tokens,
-                                .queries = !last,
-                                .keys = true,
-                                .at = layer->context,
-                                .token = b->next,
-                                .places = b->places,
-                                .begin = layer->sliding ? b->begin_sliding : b->begin_full,
-                                .end = b->end,
-                                .out = last ? NULL : e->layers[l + 1].context.x,
-                                .dact = b->dact,
-                                .dqkv = b->dqkv,
-                                .dqkv_stride = last ? 2 * kv : q + 2 * kv,
-                                .dkey = layer->dkey,
-                                .dvalue = layer->dvalue,
-                                .dout = b->dx_context,
-                                .dmid = b->dx_context,
-                                .dx = b->dx_context};
+    struct eagle3_pass p = {.l = l,
+                            .step = -1,
+                            .rows = e->input.row->tokens,
+                            .queries = !last,
+                            .keys = true,
+                            .at = layer->context,
+                            .token = b->next,
+                            .places = b->places,
+                            .begin = layer->sliding ? b->begin_sliding : b->begin_full,
+                            .end = b->end,
+                            .out = last ? NULL : e->layers[l + 1].context.x,
+                            .dact = b->dact,
+                            .dqkv = b->dqkv,
+                            .dqkv_stride = last ? 2 * kv : q + 2 * kv,
+                            .dkey = layer->dkey,
+                            .dvalue = layer->dvalue,
+                            .dout = b->dx_context,
+                            .dmid = b->dx_context,
+                            .dx = b->dx_context};
+    if (eagle3_sums_once(e)) { // behind the rows of the steps, where those have keys and values
+        p.dqkv = rows_at(e, b->dqkv, e->steps * e->count, q + 2 * kv);
+        p.dqkv = layer_at_mutable(p.dqkv, e->options.compute, q);
+        p.dqkv_stride = q + 2 * kv;
+    }
+    return p;
 }
 
 // ---- one layer -----------------------------------------------------------------------------------
@@ -418,7 +424,13 @@ static void group_readers(struct eagle3 *e, const struct backend *backend, struc
         for (int64_t k = 0; k < e->count; k++, r++)
             reader[b->h_group[r]] = (int32_t)r; // its token
     }
-    send_arrays(backend, stream, b->readers, b->h_readers, e->steps, tokens);
+    int64_t arrays = e->steps;
+    if (eagle3_sums_once(e)) {
+        int32_t *reader = b->h_readers + arrays++ * tokens;
+        for (int32_t t = 0; t < tokens; t++)
+            reader[eagle3_token(e->input.row, t, 0)] = (int32_t)(e->steps * e->count) + t;
+    }
+    send_arrays(backend, stream, b->readers, b->h_readers, arrays, tokens);
 }
 
 // What each step of each position reads.

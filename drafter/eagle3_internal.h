@@ -47,7 +47,7 @@ struct eagle3_buffers {
     int32_t *begin_full, *begin_sliding, *end; // [T] keys that step 0 sees; more than one layer
     float *ones;        // [H], of norm_before_fc [L * H]: the weight of norms without one
     void *embed_part;   // [T, q + 2 kv] the embedding's part of the first layer's products
-    float *dembed_part; // fp32 [T, q + 2 kv]
+    float *dembed_part; // [T, q + 2 kv] fp32; added up once: in compute dtype
     void *dx_context;   // [T, H] gradient of the last layer's context x, then of those before
     // scratch of the context
     void *normed;       // [T, L * H] features under norms before fc
@@ -62,13 +62,14 @@ struct eagle3_buffers {
     void *hidden;      // [steps, count, H] after the final norm; then its gradient and that of h
     // backward, for rows of a step or of the context; dmid and dqkv where gradients of weights wait for all steps, and
     // dact where it also brings back their activations: [steps, count]
-    void *dnorm;          // [n, H]
-    void *dact;           // [n, intermediate]
-    void *dmid;           // [steps, count, H]; only there
-    void *dattention;     // [n, q]
-    void *dq;             // [n, q]
-    void *dqkv;           // [n, q + 2 kv]
-    int32_t *readers;     // [steps, T] row of dqkv that reads a token's embedding; only there
+    void *dnorm;      // [n, H]
+    void *dact;       // [n, intermediate]
+    void *dmid;       // [steps, count, H]; only there
+    void *dattention; // [n, q]
+    void *dq;         // [n, q]
+    void *dqkv;       // [n, q + 2 kv]
+    int32_t *readers; // [steps + 1, T] row of dqkv that reads a token's embedding; only there. The
+        // last: of the context's, which lie behind the steps' where they are added up at once
     float *delta;         // [n, heads]
     float *dkey, *dvalue; // fp32 [layers, steps - 1, count, kv] of the steps' own keys
     float *norm_scratch;
@@ -143,6 +144,9 @@ bool eagle3_keeps(const struct eagle3 *e, enum recompute_level level);
 // Whether gradients of weights wait for all steps of a group, to be one product each: what they are made of is
 // kept so long. With one layer that is little more than is kept anyway.
 bool eagle3_waits(const struct eagle3 *e);
+// Whether steps that wait have all positions of a row, so that gradients by token are added up once, for all steps and
+// the context.
+bool eagle3_sums_once(const struct eagle3 *e);
 // Whether the MLP's activations of all steps are kept for them.
 bool eagle3_keeps_act(const struct eagle3 *e);
 // Whether steps that wait go back through the norms between them at once, without what the later one read.

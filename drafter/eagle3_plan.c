@@ -31,6 +31,11 @@ bool eagle3_waits(const struct eagle3 *e)
     return e->options.sizes->layers == 1 && eagle3_keeps(e, RECOMPUTE_LEVEL_LAYER);
 }
 
+bool eagle3_sums_once(const struct eagle3 *e)
+{
+    return eagle3_waits(e) && eagle3_capacity(e) >= e->options.max_tokens - 1;
+}
+
 bool eagle3_keeps_act(const struct eagle3 *e)
 {
     return e->options.keep_activations && eagle3_waits(e) && eagle3_keeps(e, RECOMPUTE_LEVEL_CHEAP);
@@ -168,7 +173,7 @@ static void plan_context(struct eagle3 *e, struct arena *arena)
         b->dx_context = layer_take(arena, group, -1, "dx_context", o->compute, t, s->hidden);
     }
     if (eagle3_waits(e))
-        b->readers = layer_take(arena, group, -1, "readers", DTYPE_I32, s->ttt_steps, t);
+        b->readers = layer_take(arena, group, -1, "readers", DTYPE_I32, s->ttt_steps + 1, t);
     for (int64_t l = 0; l < s->layers; l++)
         plan_context_layer(e, l, arena);
 }
@@ -335,7 +340,8 @@ static void plan_backward(struct eagle3 *e, struct arena *arena)
                          s->intermediate);
     b->dattention = layer_take(arena, group, -1, "dattention", o->compute, n, q);
     b->dq = layer_take(arena, group, -1, "dq", o->compute, n, q);
-    b->dqkv = layer_take(arena, group, -1, "dqkv", o->compute, larger(most, all), q + 2 * kv);
+    b->dqkv = layer_take(arena, group, -1, "dqkv", o->compute,
+                         eagle3_sums_once(e) ? all + o->max_tokens : larger(most, all), q + 2 * kv);
     if (waits)
         b->dmid = layer_take(arena, group, -1, "dmid", o->compute, all, h);
     b->delta = layer_take(arena, group, -1, "delta", DTYPE_F32, n, s->heads);
@@ -383,7 +389,7 @@ void eagle3_open(struct eagle3 *e, const struct backend *backend, struct stream 
         backend->host_alloc((EAGLE3_ROW_ARRAYS + 1) * apart * sizeof(*e->buffers->h_group));
     if (eagle3_waits(e))
         e->buffers->h_readers =
-            backend->host_alloc(tokens * (size_t)o->sizes->ttt_steps * sizeof(int32_t));
+            backend->host_alloc(tokens * (size_t)(o->sizes->ttt_steps + 1) * sizeof(int32_t));
     layer_fill_rope(o->sizes, e->ops.table_rows, backend, stream, e->buffers->cos, e->buffers->sin);
     if (o->training)
         fill_ones(e, backend, stream);

@@ -59,7 +59,7 @@ struct sum_rows {
 };
 
 // out[r, :] = or (add) += in[from[0, r], :] + in[from[1, r], :] + ..., in fp32, in this order; a negative
-// number stands for no row. Without any, rows of out become 0 or (add) stay.
+// number stands for no row. Without any, rows of out become 0 or (add) stay. It is rounded to out's type once.
 struct gather_sum {
     int64_t rows, width, terms;
     const void *in; // [in_rows, width], rows in_stride elements apart
@@ -67,9 +67,10 @@ struct gather_sum {
     enum dtype in_type;
     const int32_t *from; // [terms, rows], terms from_stride numbers apart, each below in_rows
     int64_t from_stride;
-    bool add;
-    float *out; // [rows, width], rows out_stride elements apart
+    bool add;  // only in fp32
+    void *out; // [rows, width], rows out_stride elements apart
     int64_t out_stride;
+    enum dtype out_type; // fp32, or in_type
 };
 
 // x[r, :] = 0 where scale[r] is 0, whatever it was; other rows stay.

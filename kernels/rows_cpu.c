@@ -107,21 +107,39 @@ void sum_rows_cpu(struct stream *stream, const struct sum_rows *op)
     }
 }
 
-void gather_sum_cpu(struct stream *stream, const struct gather_sum *op)
+static KERNEL_CLONES void add_piece(float *sum, const float *term, int64_t n)
 {
-#pragma omp parallel for num_threads(team(stream, op->rows * op->width)) schedule(static)
-    for (int64_t row = 0; row < op->rows; row++) {
-        float *out = op->out + row * op->out_stride;
-        if (!op->add)
-            memset(out, 0, (size_t)op->width * sizeof(*out));
+    for (int64_t i = 0; i < n; i++)
+        sum[i] += term[i];
+}
+
+static void gather_sum_row(const struct gather_sum *op, int64_t row)
+{
+    void *out = row_of(op->out, op->out_type, row, op->out_stride);
+    for (int64_t first = 0; first < op->width; first += PIECE) {
+        float sum[PIECE] = {0.0f}, term[PIECE];
+        int64_t n = min_i64(PIECE, op->width - first);
+        if (op->add)
+            piece_load(sum, out, op->out_type, first, n);
         for (int64_t j = 0; j < op->terms; j++) {
             int64_t from = op->from[j * op->from_stride + row];
             BUG_UNLESS(from < op->in_rows);
-            if (from >= 0)
-                add_row(out, DTYPE_F32, row_at(op->in, op->in_type, from, op->in_stride),
-                        op->in_type, op->width);
+            if (from < 0)
+                continue;
+            piece_load(term, row_at(op->in, op->in_type, from, op->in_stride), op->in_type, first,
+                       n);
+            add_piece(sum, term, n);
         }
+        piece_store(out, sum, op->out_type, first, n);
     }
+}
+
+void gather_sum_cpu(struct stream *stream, const struct gather_sum *op)
+{
+    BUG_UNLESS(!op->add || op->out_type == DTYPE_F32);
+#pragma omp parallel for num_threads(team(stream, op->rows * op->width)) schedule(static)
+    for (int64_t row = 0; row < op->rows; row++)
+        gather_sum_row(op, row);
 }
 
 void clear_rows_cpu(struct stream *stream, const struct clear_rows *op)

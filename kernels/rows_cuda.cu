@@ -289,20 +289,20 @@ static __device__ __forceinline__ bool has_terms(const struct gather_sum &op, in
 }
 
 // One row of out, by the CTA: a thread has TOGETHER packs, and those of all of them are on their way for a term.
-template <typename In, int N>
+template <typename Out, typename In, int N>
 static __global__ void __launch_bounds__(MOST_THREADS) gather_sum_kernel(struct gather_sum op)
 {
     int64_t row = blockIdx.x, step = (int64_t)blockDim.x * N;
-    float *out = op.out + row * op.out_stride;
+    Out *out = (Out *)op.out + row * op.out_stride;
     if (op.add && !has_terms(op, row))
         return;
     for (int64_t first = threadIdx.x * N; first < op.width; first += TOGETHER * step) {
         float sum[TOGETHER][N];
 #pragma unroll
         for (int t = 0; t < TOGETHER; t++) {
-            struct pack<float, N> before = pack_zero<float, N>();
+            struct pack<Out, N> before = pack_zero<Out, N>();
             if (op.add && first + t * step < op.width)
-                before = pack_load<N>(out + first + t * step);
+                before = pack_load<N>((const Out *)out + first + t * step);
 #pragma unroll
             for (int i = 0; i < N; i++)
                 sum[t][i] = pack_value(before, i);
@@ -332,15 +332,15 @@ static __global__ void __launch_bounds__(MOST_THREADS) gather_sum_kernel(struct 
     }
 }
 
-template <typename In>
+template <typename Out, typename In>
 static void gather_sum_launch(struct stream *stream, const struct gather_sum *op)
 {
     unsigned grid = grid_size(op->rows);
-    enum { N = pack_of<float, In>::N };
+    enum { N = pack_of<Out, In>::N };
     if (in_packs(op->in, op->out, op->in_stride, op->width, N) && packs_in(op->out_stride, N))
-        gather_sum_kernel<In, N><<<grid, row_threads(op->width, N), 0, stream->cuda>>>(*op);
+        gather_sum_kernel<Out, In, N><<<grid, row_threads(op->width, N), 0, stream->cuda>>>(*op);
     else
-        gather_sum_kernel<In, 1><<<grid, row_threads(op->width, 1), 0, stream->cuda>>>(*op);
+        gather_sum_kernel<Out, In, 1><<<grid, row_threads(op->width, 1), 0, stream->cuda>>>(*op);
     launch_check();
 }
 
@@ -349,10 +349,13 @@ void gather_sum_cuda(struct stream *stream, const struct gather_sum *op)
 {
     if (op->rows == 0 || op->width == 0)
         return;
-    if (is_bf16(op->in_type))
-        gather_sum_launch<bf16_t>(stream, op);
+    BUG_UNLESS(op->out_type == DTYPE_F32 || (op->out_type == op->in_type && !op->add));
+    if (is_bf16(op->out_type))
+        gather_sum_launch<bf16_t, bf16_t>(stream, op);
+    else if (is_bf16(op->in_type))
+        gather_sum_launch<float, bf16_t>(stream, op);
     else
-        gather_sum_launch<float>(stream, op);
+        gather_sum_launch<float, float>(stream, op);
 }
 
 template <typename T>

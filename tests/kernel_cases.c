@@ -277,6 +277,9 @@ const struct kernel_case kernel_cases[] = {
     {"gather_sum", {19, 2048, 16, 40}, DTYPE_BF16, CASE_STRIDED, 3226, ROW_F32},
     {"gather_sum", {9, 264, 2, 9}, DTYPE_BF16, CASE_ADD | CASE_UNALIGNED, 3227, ROW_F32},
     {"gather_sum", {9, 5, 16, 9}, DTYPE_F32, CASE_UNALIGNED, 3228, ROW_F32},
+    {"gather_sum", {130, 4096, 3, 300, 1}, DTYPE_BF16, CASE_STRIDED, 3229, ROW_BF16},
+    {"gather_sum", {7, 29, 2, 9, 1}, DTYPE_BF16, CASE_UNALIGNED, 3230, ROW_BF16},
+    {"gather_sum", {33, 2048, 0, 3, 1}, DTYPE_BF16, 0, 3231, ROW_BF16},
 
     {"clear_rows", {1, 1}, DTYPE_F32, 0, 2920, EXACT},
     {"clear_rows", {7, 513}, DTYPE_F32, CASE_NOT_FINITE, 2921, EXACT},

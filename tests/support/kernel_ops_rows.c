@@ -78,7 +78,7 @@ void sum_rows_call(const struct kernel_case *c, struct kernel_run *run)
     run->backend->kernels->sum_rows(run->stream, &op);
 }
 
-// gather_sum: rows, width, terms, in_rows; ADD, STRIDED. A third of the terms is none, and every fifth row has none.
+// gather_sum: rows, width, terms, in_rows, 1: out in the type of in; ADD, STRIDED. A third of the terms is none, and every fifth row has none.
 void gather_sum_build(const struct kernel_case *c, struct kernel_run *run)
 {
     int64_t rows = c->shape[0], width = c->shape[1], terms = c->shape[2];
@@ -92,7 +92,7 @@ void gather_sum_build(const struct kernel_case *c, struct kernel_run *run)
                              ? -1.0
                              : (double)run_below(run, c->shape[3]);
     run_add_normal(run, "out", kernel_case_has(c, CASE_ADD) ? TENSOR_CHANGED : TENSOR_OUT,
-                   DTYPE_F32, rows, width, 1.0)
+                   c->shape[4] == 1 ? c->type : DTYPE_F32, rows, width, 1.0)
         ->stride += apart;
 }
 
@@ -124,7 +124,8 @@ void gather_sum_call(const struct kernel_case *c, struct kernel_run *run)
                             .from_stride = run_stride(run, "from"),
                             .add = kernel_case_has(c, CASE_ADD),
                             .out = run_device(run, "out"),
-                            .out_stride = run_stride(run, "out")};
+                            .out_stride = run_stride(run, "out"),
+                            .out_type = c->shape[4] == 1 ? c->type : DTYPE_F32};
     run->backend->kernels->gather_sum(run->stream, &op);
 }
 
