@@ -173,9 +173,11 @@ static bool keeps_both(const struct eagle3 *e, const struct eagle3_pass *p)
     return adds_to_normed(e, p) && e->options.compute != DTYPE_F32;
 }
 
-// Whether the step before made the normed input: see to_next.
+// Whether the normed input comes with the input: see eagle3_step_input and to_next.
 static bool comes_normed(const struct eagle3 *e, const struct eagle3_pass *p)
 {
+    if (p->step == 0)
+        return true;
     return p->l == 0 && p->step > 0 && e->options.sizes->norm_output && !keeps_both(e, p);
 }
 
@@ -362,16 +364,14 @@ void eagle3_pass_forward(struct eagle3 *e, const struct backend *backend, struct
                  p->out);
 }
 
-// The input of a step, where it was not kept.
+// The input of a step, where it or its norm's output was not kept.
 static void input_again(const struct eagle3 *e, const struct backend *backend,
                         struct stream *stream, const struct eagle3_pass *p)
 {
     const struct drafter_sizes *s = e->options.sizes;
-    if (p->l > 0 || (p->step > 0 && !s->norm_output))
-        return;
     if (p->step == 0)
         eagle3_step_input(e, backend, stream);
-    else
+    else if (p->l == 0 && s->norm_output)
         to_next(e, backend, stream, p->step - 1, NULL);
 }
 
@@ -466,19 +466,15 @@ static void group_inputs(struct eagle3 *e, const struct backend *backend, struct
 
 void eagle3_step_input(const struct eagle3 *e, const struct backend *backend, struct stream *stream)
 {
-    const struct drafter_sizes *s = e->options.sizes;
-    int64_t last = s->layers - 1;
-    backend->kernels->gather_rows(stream,
-                                  &(struct gather_rows){.rows = e->count,
-                                                        .width = s->hidden,
-                                                        .in = e->layers[last].context.x,
-                                                        .in_rows = e->input.row->tokens,
-                                                        .in_stride = s->hidden,
-                                                        .in_type = DTYPE_F32,
-                                                        .out_type = DTYPE_F32,
-                                                        .index = e->buffers->position,
-                                                        .scale = 1.0f,
-                                                        .out = eagle3_step_pass(e, last, 0).at.x});
+    int64_t last = e->options.sizes->layers - 1;
+    struct eagle3_pass p = eagle3_step_pass(e, last, 0);
+    struct norm_chain both =
+        norm_both(e, e->count, e->layers[last].context.x, &e->layers[last].norm1,
+                  keeps_both(e, &p) ? p.at.residual : NULL, p.at.n1, p.at.rstd1);
+    both.index = e->buffers->position;
+    both.x_rows = e->input.row->tokens;
+    both.copy = p.at.x;
+    backend->kernels->norm_chain(stream, &both);
 }
 
 // The final norm of a step, and where the next step reads it.

@@ -111,7 +111,8 @@ void eagle3_pass_backward(struct eagle3 *e, const struct backend *backend, struc
 // Its attention over the context, and over the own keys of the steps up to its own.
 struct attention eagle3_attention(const struct eagle3 *e, const struct eagle3_pass *pass);
 struct diagonal eagle3_diagonal(const struct eagle3 *e, const struct eagle3_pass *pass);
-// The input of step 0, which starts behind the last layer but one: the context's rows of the positions.
+// The input of step 0, which starts behind the last layer but one, as it is and normed: the context's rows of the
+// positions.
 void eagle3_step_input(const struct eagle3 *e, const struct backend *backend,
                        struct stream *stream);
 

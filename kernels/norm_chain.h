@@ -17,6 +17,7 @@ struct norm_chain {
     int64_t x_stride;
     const int32_t *index; // [rows] which row of x, each in [0, x_rows); NULL: 0, 1, 2, ...
     int64_t x_rows;       // unread without an index
+    float *copy;          // [rows, width] the rows of x; NULL: not wanted
     const float *weight;  // [width]
     float *wide;          // [rows, width] y = norm(x); NULL: not wanted
     void *narrow; // [rows, width] y in type, rows narrow_stride elements apart; NULL: not wanted

@@ -47,6 +47,10 @@ static void chain_row(const struct norm_chain *op, int64_t row)
     for (int64_t first = 0; first < op->width; first += PIECE) {
         float y[PIECE];
         int64_t n = min_i64(PIECE, op->width - first);
+        if (op->copy != NULL) {
+            piece_load(y, x, op->x_type, first, n);
+            piece_store(op->copy, y, DTYPE_F32, row * op->width + first, n);
+        }
         load_y(y, op, x, rstd, first, n);
         if (op->wide != NULL)
             piece_store(op->wide, y, DTYPE_F32, row * op->width + first, n);

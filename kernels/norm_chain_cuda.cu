@@ -73,6 +73,8 @@ static __global__ void __launch_bounds__(THREADS) chain_kernel(struct norm_chain
             squares += y[e][i] * y[e][i];
         }
     }
+    if (op.copy != NULL)
+        row_store<N, EACH>(op.copy + at, y, op.width);
     float rstd = rstd_of(block_sum<THREADS>(squares), op);
     squares = scale<N, EACH>(y, rstd, op.weight, op.width);
     if (op.wide != NULL)
@@ -103,6 +105,8 @@ static __global__ void __launch_bounds__(THREADS) chain_long_kernel(struct norm_
     for (int64_t i = threadIdx.x; i < op.width; i += THREADS) {
         float y = load(x, i) * rstd * op.weight[i];
         squares += y * y;
+        if (op.copy != NULL)
+            op.copy[at + i] = load(x, i);
         if (op.wide != NULL)
             op.wide[at + i] = y;
         if (op.narrow != NULL)
@@ -126,8 +130,8 @@ static void chain_launch(struct stream *stream, const struct norm_chain *op)
 {
     enum { N = pack_of<X, Type>::N };
     bool packs = packs_at(op->x) && packs_at(op->weight) && packs_at(op->wide) &&
-                 packs_at(op->narrow) && packs_at(op->second_weight) && packs_at(op->second) &&
-                 packs_in(op->width, N) && packs_in(op->x_stride, N) &&
+                 packs_at(op->copy) && packs_at(op->narrow) && packs_at(op->second_weight) &&
+                 packs_at(op->second) && packs_in(op->width, N) && packs_in(op->x_stride, N) &&
                  packs_in(op->narrow_stride, N);
     unsigned grid = grid_size(op->rows);
     int64_t each = divide_up(op->width, THREADS * N);

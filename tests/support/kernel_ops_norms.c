@@ -8,7 +8,7 @@
 #include "tests/support/naive.h"
 
 // norm_chain: rows, width, outputs of the first norm and of the second: 0 narrow, 1 wide and narrow, 2 these and the
-// second, rows of x that an index picks from (0: none); TO_F32: x is fp32; STRIDED; FROZEN: no rstd of the first
+// second, rows of x that an index picks from, which are copied (0: all in order); TO_F32: x is fp32; STRIDED; FROZEN: no rstd of the first
 static const double chain_eps = 1e-6;
 
 void norm_chain_build(const struct kernel_case *c, struct kernel_run *run)
@@ -22,6 +22,7 @@ void norm_chain_build(const struct kernel_case *c, struct kernel_run *run)
         struct kernel_tensor *index = run_add(run, "index", TENSOR_IN, DTYPE_I32, 1, rows);
         for (int64_t r = 0; r < rows; r++)
             index->value[r] = (double)run_below(run, c->shape[3]);
+        run_add(run, "copy", TENSOR_OUT, DTYPE_F32, rows, width);
     }
     run_add_normal(run, "weight", TENSOR_IN, DTYPE_F32, 1, width, 1.0);
     run_add(run, "narrow", TENSOR_OUT, c->type, rows, width)->stride += apart;
@@ -44,6 +45,9 @@ void norm_chain_expect(const struct kernel_case *c, struct kernel_run *run)
         int64_t from = c->shape[3] > 0 ? (int64_t)run_value(run, "index")[r] : r;
         naive_rms_norm(1, width, chain_eps, 0.0, run_value(run, "x") + from * width,
                        run_value(run, "weight"), y + r * width, rstd + r);
+        if (c->shape[3] > 0)
+            memcpy(run_expected(run, "copy") + r * width, run_value(run, "x") + from * width,
+                   (size_t)width * sizeof(*y));
     }
     if (!kernel_case_has(c, CASE_FROZEN))
         memcpy(run_expected(run, "rstd"), rstd, (size_t)rows * sizeof(*rstd));
@@ -66,6 +70,7 @@ void norm_chain_call(const struct kernel_case *c, struct kernel_run *run)
                             .x_stride = run_stride(run, "x"),
                             .index = run_device(run, "index"),
                             .x_rows = c->shape[3],
+                            .copy = run_device(run, "copy"),
                             .weight = run_device(run, "weight"),
                             .wide = run_device(run, "wide"),
                             .narrow = run_device(run, "narrow"),
