@@ -227,9 +227,9 @@ static void context_inputs(struct eagle3 *e, const struct backend *backend, stru
         context_range_ttt(row, t, 0, 0, &full[t], &end[t]);
         context_range_ttt(row, t, 0, s->window, &sliding[t], &end[t]);
     }
-    backend->copy_in(stream, b->ids, ids, bytes);
-    backend->copy_in(stream, b->next, next, bytes);
-    backend->copy_in(stream, b->places, places, bytes);
+    b->next = b->ids + capacity;
+    b->places = b->next + capacity;
+    backend->copy_in(stream, b->ids, ids, 2 * (size_t)capacity * sizeof(int32_t) + bytes);
     if (s->layers == 1)
         return;
     backend->copy_in(stream, b->begin_full, full, bytes);

@@ -158,9 +158,7 @@ static void plan_context(struct eagle3 *e, struct arena *arena)
     b->sin =
         layer_take(arena, group, -1, "rope_sin", DTYPE_F32, e->ops.table_rows, s->head_dim / 2);
     context_input_plan(&e->input, o, arena);
-    b->ids = layer_take(arena, group, -1, "ids", DTYPE_I32, t, 1);
-    b->next = layer_take(arena, group, -1, "next", DTYPE_I32, t, 1);
-    b->places = layer_take(arena, group, -1, "places", DTYPE_I32, t, 1);
+    b->ids = layer_take(arena, group, -1, "ids", DTYPE_I32, 3, t); // next and places behind them
     if (s->layers > 1) {
         b->begin_full = layer_take(arena, group, -1, "context_full", DTYPE_I32, t, 1);
         b->begin_sliding = layer_take(arena, group, -1, "context_sliding", DTYPE_I32, t, 1);
