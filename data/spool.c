@@ -41,7 +41,8 @@ struct spool {
     struct open_shard **shards;
     size_t shard_count, shard_capacity;
     struct waiter *waiters;
-    bool looking; // a reader is in the folder
+    bool looking;  // a reader is in the folder
+    double looked; // when a reader last did not find its shard there
     bool stopping;
     struct spool_state state;
     int64_t bytes;
@@ -186,6 +187,8 @@ static int take_look(struct spool *spool, int64_t serial, struct error *err)
     int result = look_for(spool, serial, err);
     pthread_mutex_lock(&spool->lock);
     spool->looking = false;
+    if (result == 0)
+        spool->looked = timer_now();
     pthread_cond_broadcast(&spool->changed);
     return result;
 }
@@ -203,7 +206,7 @@ static struct open_shard *acquire(struct spool *spool, int64_t serial, struct er
     while ((open = find_open(spool, serial)) == NULL && result >= 0) {
         if (spool->stopping)
             result = error_set(err, "%s: the wait for a shard was ended", spool->folder);
-        else if (!spool->looking)
+        else if (!spool->looking && timer_now() - spool->looked >= look_seconds)
             result = take_look(spool, serial, err);
         if (result == 0)
             wait_shortly(spool);

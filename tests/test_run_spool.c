@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -297,11 +298,29 @@ static void waiting_has_an_end(void **state)
     run_must_equal(&fixture, "whole", "waits", RUN_STEPS);
 }
 
+// Of this process's children that have ended.
+static double processor_seconds(void)
+{
+    struct rusage used;
+    assert_int_equal(getrusage(RUSAGE_CHILDREN, &used), 0);
+    return (double)(used.ru_utime.tv_sec + used.ru_stime.tv_sec) +
+           1e-6 * (double)(used.ru_utime.tv_usec + used.ru_stime.tv_usec);
+}
+
+// And costs nothing: readers that wait do not keep one another awake.
 static void waiting_is_said(void **state)
 {
     (void)state;
     remove_tree("told");
+    double begin = processor_seconds();
+    assert_int_equal(run_train(&fixture, "told", SPOOLED, "--set", "data.spool_wait=1", NULL), 75);
+    double short_wait = processor_seconds() - begin;
+    remove_tree("told");
+    begin = processor_seconds();
     assert_int_equal(run_train(&fixture, "told", SPOOLED, "--set", "data.spool_wait=7", NULL), 75);
+    double long_wait = processor_seconds() - begin;
+    if (!(long_wait - short_wait < 2.0))
+        fail_msg("6 s of waiting took %.2f s of processors", long_wait - short_wait);
     run_must_say(&fixture, "told", "waiting for the extractor: document 0, 5 s; its shard is not");
     run_must_say(&fixture, "told", "no extractor holds extractor.lock");
 }
