@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <pthread.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 
 #include "base/log.h"
@@ -191,12 +192,14 @@ int checkpoint_writer_open(struct checkpoint_writer **writer, const char *direct
     pthread_cond_init(&w->changed, &attributes);
     pthread_condattr_destroy(&attributes);
     *writer = w;
-    if (!background || pthread_create(&w->thread, NULL, run_writer, w) == 0)
+    int code = background ? pthread_create(&w->thread, NULL, run_writer, w) : 0;
+    if (code == 0)
         return 0;
     w->background = false;
     checkpoint_writer_close(w);
     *writer = NULL;
-    return error_set(err, "checkpoints: can not start the thread that writes them");
+    return error_set(err, "checkpoints: can not start the thread that writes them: %s",
+                     strerror(code));
 }
 
 enum checkpoint_phase checkpoint_writer_phase(struct checkpoint_writer *writer, double seconds)

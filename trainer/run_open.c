@@ -237,6 +237,24 @@ static int start_folder(struct run *run, const struct resume *resume, struct err
                             run->config.log.tensorboard, err);
 }
 
+static int open_writer(struct run *run, struct error *err)
+{
+    const struct config *config = &run->config;
+    const struct session *session = &run->session;
+    run->info = (struct checkpoint_info){.config = config,
+                                         .execution = &session->execution,
+                                         .sizes = &session->sizes,
+                                         .target = &session->target,
+                                         .map = session->has_map ? &session->map : NULL,
+                                         .target_name = session->target_name,
+                                         .data_fingerprint = session_fingerprint(session),
+                                         .target_fingerprint = target_fingerprint(&session->target),
+                                         .command = run->options->command};
+    return checkpoint_writer_open(&run->writer, run->folder.checkpoints, &session->params,
+                                  &session->ownership, &run->info, config->checkpoint.keep,
+                                  config->checkpoint.background, err);
+}
+
 // Where the run begins, once its folder is open. *status as in run_open.
 static int start_run(struct run *run, struct resume *resume, int *status, struct error *err)
 {
@@ -248,19 +266,11 @@ static int start_run(struct run *run, struct resume *resume, int *status, struct
         return -1;
     if (admit(run, resume, err) != 0)
         return -1;
-    run->info = (struct checkpoint_info){.config = config,
-                                         .execution = &session->execution,
-                                         .sizes = &session->sizes,
-                                         .target = &session->target,
-                                         .map = session->has_map ? &session->map : NULL,
-                                         .target_name = session->target_name,
-                                         .data_fingerprint = session_fingerprint(session),
-                                         .target_fingerprint = target_fingerprint(&session->target),
-                                         .command = run->options->command};
-    if (checkpoint_writer_open(&run->writer, run->folder.checkpoints, &session->params,
-                               &session->ownership, &run->info, config->checkpoint.keep,
-                               config->checkpoint.background, err) != 0 ||
-        load_state(run, resume, status, err) != 0 || run_check_bad_fraction(run, err) != 0)
+    if (open_writer(run, err) != 0) {
+        *status = EXIT_FAILED;
+        return -1;
+    }
+    if (load_state(run, resume, status, err) != 0 || run_check_bad_fraction(run, err) != 0)
         return -1;
     session_count_steps(session, &run->steps);
     if (check_place(run, resume, err) != 0) {
