@@ -22,8 +22,8 @@ struct drafter_options {
     struct feature_layout features;    // as read
     int32_t plane[DRAFTER_MAX_LAYERS]; // plane of each captured layer
     enum recompute_level recompute;
-    bool
-        keep_activations; // those of EAGLE-3's MLP, too, where it has one layer and else computes nothing again
+    // Those of EAGLE-3's MLP, too, where it has one layer and else computes nothing again.
+    bool keep_activations;
     bool training;         // false: no gradients, one layer's activations
     enum noise_kind noise; // of noisy context
     float noise_std;

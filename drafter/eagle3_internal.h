@@ -20,8 +20,8 @@ struct eagle3_rows {
     float *rstd2;    // [n]
     void *n2;        // [n, H] after post_attention_layernorm
     void *gate_up;   // [n, 2 * intermediate]
-    void *
-        act; // [n, intermediate] of the running step: comes back with its gradient, unless all are kept
+    // [n, intermediate] of the running step: comes back with its gradient, unless all are kept.
+    void *act;
 };
 
 struct eagle3_layer {

@@ -89,8 +89,8 @@ struct loss {
     int32_t *index; // [4, slot_count] row, teacher_row, label, position, in sorted order
     float *scale;   // [group_rows] slot weights in sorted order
     struct loss_results results;
-    float
-        *full_lse; // [chunk_rows] over all columns, distinct teachers of the chunk; NULL as results
+    // [chunk_rows] over all columns, distinct teachers of the chunk; NULL where results.full_argmax is.
+    float *full_lse;
     // with a Markov head, else NULL
     void *previous;       // [most students of a chunk, r] rows of w1
     float *dprevious;     // [group_rows, r] their unweighted gradient, in sorted order

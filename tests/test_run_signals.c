@@ -112,8 +112,8 @@ static void a_signal_ends_other_commands(void **state)
 
 struct look {
     bool held; // SIGTERM has no power to end the process
-    bool
-        begun; // libraries have begun to run: one has a thread, or the program has started itself again
+    // Libraries have begun to run: one has a thread, or the program has started itself again.
+    bool begun;
 };
 
 // Before that it is a copy of this process, with what this one was started with.

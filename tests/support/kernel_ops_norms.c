@@ -8,7 +8,8 @@
 #include "tests/support/naive.h"
 
 // norm_chain: rows, width, outputs of the first norm and of the second: 0 narrow, 1 wide and narrow, 2 these and the
-// second, rows of x that an index picks from, which are copied (0: all in order); TO_F32: x is fp32; STRIDED; FROZEN: no rstd of the first
+// second, rows of x that an index picks from, which are copied (0: all in order); TO_F32: x is fp32; STRIDED;
+// FROZEN: no rstd of the first
 static const double chain_eps = 1e-6;
 
 void norm_chain_build(const struct kernel_case *c, struct kernel_run *run)

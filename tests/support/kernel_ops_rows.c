@@ -78,7 +78,8 @@ void sum_rows_call(const struct kernel_case *c, struct kernel_run *run)
     run->backend->kernels->sum_rows(run->stream, &op);
 }
 
-// gather_sum: rows, width, terms, in_rows, 1: out in the type of in; ADD, STRIDED. A third of the terms is none, and every fifth row has none.
+// gather_sum: rows, width, terms, in_rows, 1: out in the type of in; ADD, STRIDED. A third of the terms is none, and
+// every fifth row has none.
 void gather_sum_build(const struct kernel_case *c, struct kernel_run *run)
 {
     int64_t rows = c->shape[0], width = c->shape[1], terms = c->shape[2];
