@@ -110,7 +110,7 @@ static void start(struct shard_helper *helper)
 // Returns its status. One that has ended by itself keeps its own.
 static int end(struct shard_helper *helper)
 {
-    int status = probe_end(helper->pid, 0.0);
+    int status = probe_end(helper->pid);
     close(helper->socket);
     helper->pid = 0;
     return status;

@@ -179,11 +179,9 @@ static bool ends_within(pid_t child, double seconds, int *status)
     return true;
 }
 
-int probe_end(pid_t child, double patience)
+int probe_end(pid_t child)
 {
     int status = 0;
-    if (patience > 0.0 && ends_within(child, patience, &status))
-        return status;
     kill(child, SIGKILL);
     return ends_within(child, END_SECONDS, &status) ? status : W_EXITCODE(0, SIGKILL);
 }
@@ -196,11 +194,13 @@ char *probe_crash_words(const char *path, int status)
                          WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : "it ended itself");
 }
 
-// Opens files in one child until one of them ends it. Returns the number of files dealt with.
+// Opens files in one child until one of them ends it. Returns the number of files dealt with. *killed: something else
+// has killed the child, at the file behind these.
 static size_t probe_some(const char *const *paths, size_t count, shard_open_fn *open_file,
-                         char **messages)
+                         char **messages, bool *killed)
 {
-    int ends[2];
+    int ends[2], status = 0;
+    *killed = false;
     if (pipe2(ends, O_CLOEXEC) != 0)
         return count;
     // Held over the fork, so that the child gets libhdf5 between two calls.
@@ -216,9 +216,14 @@ static size_t probe_some(const char *const *paths, size_t count, shard_open_fn *
     close(ends[0]);
     if (child < 0) // the shards are then opened without this safety
         return count;
-    int status = probe_end(child, END_SECONDS);
+    bool ended = ends_within(child, END_SECONDS, &status);
+    if (!ended)
+        status = probe_end(child);
     if (finished >= count)
         return count;
+    *killed = ended && WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
+    if (*killed)
+        return finished;
     messages[finished] = probe_crash_words(paths[finished], status);
     return finished + 1;
 }
@@ -226,8 +231,17 @@ static size_t probe_some(const char *const *paths, size_t count, shard_open_fn *
 static char **probe_all(const char *const *paths, size_t count, shard_open_fn *open_file)
 {
     char **messages = memory_alloc(count, sizeof(*messages));
-    for (size_t done = 0; done < count;)
-        done += probe_some(paths + done, count - done, open_file, messages + done);
+    size_t killed_at = count; // the file at which a child was killed last; count: none was
+    bool killed;
+    for (size_t done = 0; done < count;) {
+        done += probe_some(paths + done, count - done, open_file, messages + done, &killed);
+        if (killed && killed_at == done)
+            die("%s: the process that opens it first was killed twice (SIGKILL), by something "
+                "else, as the kernel does where memory is short: nothing is known about the file",
+                paths[done]);
+        if (killed)
+            killed_at = done;
+    }
     return messages;
 }
 

@@ -9,7 +9,8 @@
 #include "data/shard.h"
 
 // For each file NULL, or why it can not be opened, as shard_open would say it, or that libhdf5 broke
-// down over it. Free with shard_probe_free.
+// down over it. Where something else kills the child at a file, another one is started, once; then it
+// is die(). Free with shard_probe_free.
 char **shard_probe(const char *const *paths, size_t count);
 // The same of a manifest, as shard_open_manifest would say it.
 char **shard_probe_manifest(const char *path);

@@ -16,9 +16,9 @@ void probe_begin(void);
 // Opens one file, in bounded time, and sends what is to be said of it: the length of a message, then its text.
 // Length 0: sound. false: nobody hears it any more.
 bool probe_answer(const char *path, shard_open_fn *open_file, int pipe_end);
-// The status, as of waitpid, of such a process, which is to end now: one that has not after `patience` seconds is
-// killed. What a file system holds even then is left behind some seconds later, as one that was killed.
-int probe_end(pid_t child, double patience);
+// Kills such a process. Its status, as of waitpid: its own where it had ended by itself. What a file system holds even
+// then is left behind some seconds later, as one that was killed.
+int probe_end(pid_t child);
 // Of a file at which such a process has ended with that status of waitpid. The caller frees.
 char *probe_crash_words(const char *path, int status);
 

@@ -1,5 +1,5 @@
 // The process that opens shards for one with threads: what it says, what becomes of a shard that it dies of, and
-// of shards when it is none. This program is its own helper.
+// of shards when it is none. This program is its own helper. And forked children that something else kills.
 #include <errno.h>
 #include <fcntl.h>
 #include <setjmp.h>
@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -34,6 +35,25 @@ pid_t __wrap_waitpid(pid_t pid, int *status, int options)
     if ((options & WNOHANG) == 0)
         fail_msg("a wait without a limit");
     return 0;
+}
+
+// In children of `prober` the next files of these names end the process, as if somebody killed it.
+struct kills {
+    pid_t prober;
+    int left[2];
+};
+static const char *const killing[2] = {"a.h5", "b.h5"};
+static struct kills *kills; // shared with them; NULL: none is killed
+int __real_shard_open(struct shard *shard, const char *path, struct error *err);
+int __wrap_shard_open(struct shard *shard, const char *path, struct error *err);
+int __wrap_shard_open(struct shard *shard, const char *path, struct error *err)
+{
+    for (int i = 0; i < 2 && kills != NULL && getpid() != kills->prober; i++)
+        if (strcmp(strrchr(path, '/') + 1, killing[i]) == 0 && kills->left[i] > 0) {
+            kills->left[i]--;
+            raise(SIGKILL);
+        }
+    return __real_shard_open(shard, path, err);
 }
 
 static bool never(void *context)
@@ -222,6 +242,71 @@ static void no_wait_is_without_a_limit(void **state)
     free(program);
 }
 
+static void kill_at(int first, int second)
+{
+    *kills = (struct kills){.prober = getpid(), .left = {first, second}};
+}
+
+// Nothing is said against a file at which a forked child was killed once, and the others are looked at.
+static void must_probe(const struct shard_place *place, const char *second, const char *broken)
+{
+    const char *const paths[] = {place->path, second, broken};
+    char **said = shard_probe(paths, 3);
+    assert_null(said[0]);
+    assert_null(said[1]);
+    assert_non_null(strstr(said[2], "damaged: libhdf5"));
+    shard_probe_free(said, 3);
+    assert_int_equal(kills->left[0] + kills->left[1], 0);
+}
+
+// Killed again at the same file, the program says what happened. What it says goes to the file; its status.
+static int probe_killed_twice(const struct shard_place *place, const char *said)
+{
+    int status;
+    fflush(NULL); // the child ends by exit
+    pid_t pid = fork();
+    assert_true(pid >= 0);
+    if (pid == 0) {
+        int output = open(said, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+        if (output < 0 || dup2(output, STDERR_FILENO) < 0)
+            _exit(99);
+        const char *path = place->path;
+        kill_at(2, 0);
+        shard_probe(&path, 1);
+        _exit(98);
+    }
+    assert_int_equal(waitpid(pid, &status, 0), pid);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+static void a_kill_is_not_laid_at_a_files_door(void **state)
+{
+    const struct shard_place *place = *state;
+    char *second = fixture_path(place->folder, "b.h5"), *said = fixture_path(place->folder, "said");
+    char *broken = fixture_path(place->folder, "broken.h5");
+    fixture_write(&place->fixture, second);
+    fixture_write(&place->fixture, broken);
+    fixture_break_structure(broken);
+    kills = mmap(NULL, sizeof(*kills), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    assert_true(kills != MAP_FAILED);
+    kill_at(1, 0);
+    must_probe(place, second, broken);
+    kill_at(1, 1);
+    must_probe(place, second, broken);
+    assert_int_equal(probe_killed_twice(place, said), 1);
+    assert_int_equal(kills->left[0], 0);
+    char *text = fixture_text(place->folder, "said");
+    assert_non_null(strstr(text, "a.h5: the process that opens it first was killed twice"));
+    assert_null(strstr(text, "damaged"));
+    free(text);
+    munmap(kills, sizeof(*kills));
+    kills = NULL;
+    no_child_is_left();
+    free(broken);
+    free(said);
+    free(second);
+}
+
 // A helper with that standard input, which is closed here; what it says goes to the file. Its status.
 static int called_with(int input, const char *said)
 {
@@ -279,9 +364,13 @@ int main(int argc, char **argv)
     if (argc == 2 && strcmp(argv[1], SHARD_HELPER_WORD) == 0)
         shard_helper_main();
     const struct CMUnitTest tests[] = {
-        TEST(shards_are_opened_first),   TEST(a_killed_helper_is_replaced),
-        TEST(without_a_helper),          TEST(a_wait_can_be_ended),
-        TEST(a_call_by_hand_is_refused), TEST(no_wait_is_without_a_limit),
+        TEST(shards_are_opened_first),
+        TEST(a_killed_helper_is_replaced),
+        TEST(without_a_helper),
+        TEST(a_wait_can_be_ended),
+        TEST(a_call_by_hand_is_refused),
+        TEST(no_wait_is_without_a_limit),
+        TEST(a_kill_is_not_laid_at_a_files_door),
     };
     return cmocka_run_group_tests_name("shard_helper", tests, NULL, NULL);
 }
