@@ -119,6 +119,9 @@ void config_idle_keys(const struct config *config, config_idle_fn *visit, void *
 // Replaces the patterns of data.train and data.val by the files they stand for, sorted. A pattern
 // without a match, a path without a file and the same file twice in a list are faults.
 int config_expand_files(struct config *config, struct error *err);
+// Files that are in data.train and in data.val, whatever they are called: one line each in `text`, as
+// config_warnings has them. Returns how many. Call after config_expand_files.
+size_t config_shared_files(const struct config *config, struct error *text);
 // Checks that everything the config reads exists: target.path, the shards behind data.train and
 // data.val (patterns or files), data.manifest, drafter.draft_vocab. Changes nothing. Not drafter.init_from, which a
 // resumed run does not read.

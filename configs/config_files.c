@@ -164,6 +164,35 @@ int config_expand_files(struct config *config, struct error *err)
     return config_faults_end(&faults, err);
 }
 
+// Identities of what there is of a list. The caller frees the items; paths are borrowed.
+static struct found_files identify(const struct config_texts *texts)
+{
+    struct found_files files = {.items = memory_alloc(texts->count + 1, sizeof(*files.items))};
+    struct stat info;
+    for (size_t i = 0; i < texts->count; i++)
+        if (stat(texts->items[i], &info) == 0)
+            files.items[files.count++] =
+                (struct found_file){texts->items[i], info.st_dev, info.st_ino};
+    return files;
+}
+
+size_t config_shared_files(const struct config *config, struct error *text)
+{
+    struct config_faults shared = {0};
+    struct found_files train = identify(&config->data.train), val = identify(&config->data.val);
+    for (size_t v = 0; v < val.count; v++)
+        for (size_t t = 0; t < train.count; t++)
+            if (train.items[t].device == val.items[v].device &&
+                train.items[t].inode == val.items[v].inode)
+                config_fault(&shared, config, config->lines.data.val, "data", "val",
+                             "%s is also in data.train: validation is not held out",
+                             val.items[v].path);
+    free(train.items);
+    free(val.items);
+    config_faults_end(&shared, text);
+    return shared.count;
+}
+
 static void check_path(const struct config *config, struct config_faults *faults, int line,
                        const char *section, const char *key, const char *path)
 {

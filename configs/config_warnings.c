@@ -157,16 +157,6 @@ static void watch_parallel(struct watch *w)
                 "with run.device cpu; mpirun starts ranks on CPUs");
 }
 
-static void watch_overlap(struct watch *w)
-{
-    const struct data_config *d = &w->config->data;
-    for (size_t v = 0; v < d->val.count; v++)
-        for (size_t t = 0; t < d->train.count; t++)
-            if (strcmp(d->val.items[v], d->train.items[t]) == 0)
-                WARN(w, data, val, "%s is also in data.train: validation is not held out",
-                     d->val.items[v]);
-}
-
 size_t config_warnings(const struct config *config, struct error *text)
 {
     struct watch w = {.config = config};
@@ -175,7 +165,6 @@ size_t config_warnings(const struct config *config, struct error *text)
     watch_serving(&w);
     watch_speed(&w);
     watch_parallel(&w);
-    watch_overlap(&w);
     config_release(&w.defaults);
     config_faults_end(&w.warnings, text);
     return w.warnings.count;

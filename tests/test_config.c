@@ -494,14 +494,13 @@ static void warnings_name_idle_keys(void **state)
     config_folder_open(&folder);
     char *file = config_folder_write(
         &folder, "a.yaml",
-        GOOD
-        "data: {noise_kind: uniform, train: [a.h5], val: [a.h5]}\nschedule: {decay_ratio: 0.2}\n");
+        GOOD "data: {noise_kind: uniform, train: [a.h5]}\nschedule: {decay_ratio: 0.2}\n");
     const char *const sets[] = {"ttt_steps=3", "predict_from_anchor=true", "gpus=2", "device=cpu",
                                 "spool_wait=5"};
     struct config c;
     struct error text = {{0}};
     load(&c, file, sets, 5);
-    assert_int_equal(config_warnings(&c, &text), 7);
+    assert_int_equal(config_warnings(&c, &text), 6);
     char *want = memory_format(
         "--set drafter.ttt_steps: has no effect with drafter.kind dflash\n"
         "%s:5: data.noise_kind: has no effect with data.noise_std 0\n"
@@ -509,14 +508,47 @@ static void warnings_name_idle_keys(void **state)
         "%s:6: schedule.decay_ratio: has no effect without schedule.kind wsd\n"
         "--set drafter.predict_from_anchor: no server runs dflash drafters of this layout; every "
         "export of it is refused\n"
-        "--set parallel.gpus: has no effect with run.device cpu; mpirun starts ranks on CPUs\n"
-        "%s:5: data.val: %s/a.h5 is also in data.train: validation is not held out",
-        file, file, file, folder.path);
+        "--set parallel.gpus: has no effect with run.device cpu; mpirun starts ranks on CPUs",
+        file, file);
     assert_string_equal(text.text, want);
     config_release(&c);
     config_folder_close(&folder);
     free(want);
     free(file);
+}
+
+// By a pattern and by another name, too.
+static void shared_files_are_told(void **state)
+{
+    (void)state;
+    struct config_folder folder;
+    config_folder_open(&folder);
+    write_empty(&folder, "s/a.h5");
+    write_empty(&folder, "s/b.h5");
+    char *link = config_folder_path(&folder, "v.h5"), *to = config_folder_path(&folder, "s/b.h5");
+    assert_int_equal(symlink(to, link), 0);
+    char *file =
+        config_folder_write(&folder, "a.yaml", GOOD "data:\n  train: [s/*.h5]\n  val: [v.h5]\n");
+    const char *const sets[] = {"data.train=s/a.h5"};
+    struct config c;
+    struct error err = {{0}}, text = {{0}};
+    load(&c, file, NULL, 0);
+    assert_int_equal(config_expand_files(&c, &err), 0);
+    assert_int_equal(config_shared_files(&c, &text), 1);
+    char *want = memory_format(
+        "%s:7: data.val: %s is also in data.train: validation is not held out", file, link);
+    assert_string_equal(text.text, want);
+    config_release(&c);
+    load(&c, file, sets, 1);
+    assert_int_equal(config_expand_files(&c, &err), 0);
+    assert_int_equal(config_shared_files(&c, &text), 0);
+    config_release(&c);
+    unlink(link);
+    config_folder_close(&folder);
+    free(want);
+    free(file);
+    free(to);
+    free(link);
 }
 
 // How many warnings a config without faults gets with these four sets.
@@ -722,6 +754,7 @@ int main(void)
         cmocka_unit_test(missing_and_repeated_files),
         cmocka_unit_test(resume_compares_what_must_stay),
         cmocka_unit_test(warnings_name_idle_keys),
+        cmocka_unit_test(shared_files_are_told),
         cmocka_unit_test(what_no_layout_holds_is_said),
         cmocka_unit_test(widths_that_are_slow_on_a_gpu_are_said),
         cmocka_unit_test(a_mode_without_effect_is_named),

@@ -563,6 +563,11 @@ static void a_damaged_checkpoint_is_refused(void **state)
     assert_int_equal(run_train(&fixture, "damaged-state", "--set", "run.max_steps=9", NULL), 1);
     run_must_say(&fixture, "damaged-state", "step-00000008/adam_m.safetensors: tensor '");
     run_must_say(&fixture, "damaged-state", "step-00000008 away, or name an older checkpoint");
+    // The run's own folder is no checkpoint, and nothing to be moved away.
+    assert_int_not_equal(
+        run_train(&fixture, "damaged-state", "--resume", run_path(&fixture, "damaged-state"), NULL),
+        0);
+    run_must_say(&fixture, "damaged-state", "is a run's folder: name one of the checkpoints in it");
     assert_int_equal(run_train(&fixture, "damaged-state", "--resume",
                                run_checkpoint(&fixture, "damaged-state", 4), NULL),
                      0);

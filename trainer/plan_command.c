@@ -111,15 +111,18 @@ static int take_keys(struct plan_run *run, struct error *err)
 static int open_plan(struct plan_run *run, struct error *err)
 {
     const struct options *o = run->options;
-    struct error warnings = {""};
+    struct error warnings = {""}, shared = {""};
     if (config_load(&run->config, o->config, o->sets, o->set_count, err) != 0)
         return -1;
     log_configure((enum log_level)run->config.log.level, 0);
     if (config_warnings(&run->config, &warnings) > 0 && !run->quiet)
         log_warn("%s", warnings.text);
     if (plan_input_open(&run->input, &run->config, o->target_config, o->device_memory == NULL,
-                        err) != 0 ||
-        take_memory(run, err) != 0 || take_numbers(run, err) != 0 || take_keys(run, err) != 0)
+                        err) != 0)
+        return -1;
+    if (config_shared_files(&run->config, &shared) > 0 && !run->quiet)
+        log_warn("%s", shared.text);
+    if (take_memory(run, err) != 0 || take_numbers(run, err) != 0 || take_keys(run, err) != 0)
         return -1;
     if (o->fit && run->device_memory == 0)
         return error_set(err,

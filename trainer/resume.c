@@ -292,6 +292,14 @@ static int obey_frozen(struct resume *resume, struct session *session, struct er
 // What can be done about a checkpoint that is damaged.
 static int advise_older(const struct resume *resume, struct error *err)
 {
+    char *checkpoints = memory_format("%s/checkpoints", resume->path);
+    bool run = files_is_folder(checkpoints);
+    free(checkpoints);
+    if (run)
+        return error_add(err,
+                         "%s is a run's folder: name one of the checkpoints in it, or leave "
+                         "--resume out, which takes the newest",
+                         resume->path);
     if (!files_is_folder(resume->path))
         return -1;
     return error_add(err, "move %s away, or name an older checkpoint with --resume DIR",

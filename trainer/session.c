@@ -32,7 +32,7 @@ static int check_address_space(const struct config *config, struct error *err)
 int session_config(struct config *config, const char *file, const char *const *sets,
                    size_t set_count, int needs, struct error *err)
 {
-    struct error warnings = {0};
+    struct error warnings = {0}, shared = {0};
     if (config_load(config, file, sets, set_count, err) != 0)
         return -1;
     log_configure((enum log_level)config->log.level, log_rank());
@@ -46,9 +46,12 @@ int session_config(struct config *config, const char *file, const char *const *s
     }
     if ((needs & SESSION_VAL) == 0)
         drop_texts(&config->data.val);
-    if (config_check_files(config, err) != 0 || check_address_space(config, err) != 0)
+    if (config_check_files(config, err) != 0 || check_address_space(config, err) != 0 ||
+        config_expand_files(config, err) != 0)
         return -1;
-    return config_expand_files(config, err);
+    if (config_shared_files(config, &shared) > 0 && log_rank() == 0)
+        log_warn("%s", shared.text);
+    return 0;
 }
 
 int session_check_built(const struct config *config, struct error *err)
