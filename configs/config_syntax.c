@@ -111,8 +111,10 @@ static char *hint_of_value(const yaml_parser_t *p, const char *text, const char 
 
 static char *hint_of_bracket(const yaml_parser_t *p, char bracket)
 {
-    return memory_format("the %c of line %zu is not closed, or a comma is missing", bracket,
-                         p->context_mark.line + 1);
+    return memory_format("the %c of line %zu is not closed, or a comma is missing%s", bracket,
+                         p->context_mark.line + 1,
+                         bracket == '[' ? "; in a list, a text with brackets stands in quotes"
+                                        : "");
 }
 
 static char *hint_of(const yaml_parser_t *p, const char *text)

@@ -246,7 +246,8 @@ static const struct fault_case cases[] = {
     {"open bracket",
      BASE "data: {seq_len: 64,\n  train: [a, b\n",
      NULL,
-     {"7: not valid YAML: the [ of line 6 is not closed, or a comma is missing (did not find "
+     {"7: not valid YAML: the [ of line 6 is not closed, or a comma is missing; in a list, a "
+      "text with brackets stands in quotes (did not find "
       "expected ',' or ']', while parsing a flow sequence)"}},
     {"open brace",
      BASE "data: {seq_len: 64\nlog: {every: 1}\n",
