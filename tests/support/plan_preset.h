@@ -4,7 +4,7 @@
 
 #include "trainer/plan_open.h"
 
-#define PRESET_V4 DTRAIN_SOURCE_DIR "/configs/v4.yaml"
+#define PRESET_V4 (DTRAIN_SOURCE_DIR "/configs/v4.yaml")
 extern const char *const preset_dflash[2]; // file names
 static const size_t preset_gib = (size_t)1 << 30;
 
