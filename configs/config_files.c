@@ -179,6 +179,8 @@ static struct found_files identify(const struct config_texts *texts)
 size_t config_shared_files(const struct config *config, struct error *text)
 {
     struct config_faults shared = {0};
+    if (config->data.val.count == 0)
+        return 0; // the files to train on may be many, on slow disks
     struct found_files train = identify(&config->data.train), val = identify(&config->data.val);
     for (size_t v = 0; v < val.count; v++)
         for (size_t t = 0; t < train.count; t++)

@@ -259,6 +259,14 @@ static void must_probe(const struct shard_place *place, const char *second, cons
     assert_int_equal(kills->left[0] + kills->left[1], 0);
 }
 
+// In a child: what it says goes to the file.
+static void say_into(const char *said)
+{
+    int output = open(said, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (output < 0 || dup2(output, STDERR_FILENO) < 0)
+        _exit(99);
+}
+
 // Killed again at the same file, the program says what happened. What it says goes to the file; its status.
 static int probe_killed_twice(const struct shard_place *place, const char *said)
 {
@@ -267,9 +275,7 @@ static int probe_killed_twice(const struct shard_place *place, const char *said)
     pid_t pid = fork();
     assert_true(pid >= 0);
     if (pid == 0) {
-        int output = open(said, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-        if (output < 0 || dup2(output, STDERR_FILENO) < 0)
-            _exit(99);
+        say_into(said);
         const char *path = place->path;
         kill_at(2, 0);
         shard_probe(&path, 1);
@@ -314,9 +320,7 @@ static int called_with(int input, const char *said)
     pid_t pid = fork();
     assert_true(pid >= 0);
     if (pid == 0) {
-        int output = open(said, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-        if (output < 0 || dup2(output, STDERR_FILENO) < 0)
-            _exit(99);
+        say_into(said);
         if (input < 0)
             close(STDIN_FILENO);
         else if (dup2(input, STDIN_FILENO) < 0)
